@@ -1,0 +1,1 @@
+"""Algorithms: each a value made of pure functions (see `seedlib.agents.agent`)."""
