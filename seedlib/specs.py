@@ -1,10 +1,9 @@
 """Environment specs: what they look like on the wire and on devices, and which are refused.
 
 An `acme.specs.EnvironmentSpec` (a named tuple of dm_env specs) describes an environment. Devices
-hold 32-bit numbers, so `canonical` narrows 64-bit leaves once, at the start, and says so in the log.
+hold 32-bit numbers, so `canonical` narrows 64-bit leaves once, at the start, and logs it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import dm_env
@@ -127,5 +126,4 @@ def zeros(spec: types.Nested, leading: tuple[int, ...] = ()) -> types.Nested:
       spec: nested leaves with `shape` and `dtype`.
       leading: dimensions in front, for example `(batch_size,)`.
     """
-    make: Callable[[Any], np.ndarray] = lambda leaf: np.zeros(leading + tuple(leaf.shape), leaf.dtype)
-    return tree.map_structure(make, spec)
+    return tree.map_structure(lambda leaf: np.zeros(leading + tuple(leaf.shape), leaf.dtype), spec)

@@ -81,7 +81,8 @@ class UnrollShape:
             raise ValueError(f"burn_in must not be negative, got {self.burn_in}")
         if not 1 <= self.stride <= self.window:
             raise ValueError(
-                f"unroll period must be in 1..{self.window} (burn_in + length + 1), got {self.period}"
+                f"unroll period must be in 1..{self.window} (burn_in + length + 1), "
+                f"got {self.period}"
             )
 
     @property

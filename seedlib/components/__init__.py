@@ -1,0 +1,1 @@
+"""The components: each usable alone, without Launchpad, a network or an accelerator."""

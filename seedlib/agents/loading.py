@@ -1,0 +1,107 @@
+"""From an agent's name and its settings to the agent, made where it is needed.
+
+A factory is a small value that travels to another process; JAX is imported there, not here.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from seedlib import specs
+from seedlib.agents.agent import Agent
+
+
+class AgentError(ValueError):
+    """An agent, or one of its settings, that does not exist; one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentFactory:
+    """Makes an agent for an environment.
+
+    Attributes:
+      name: a package of `seedlib.agents` (`vtrace`), or `my_module:make_agent` for one's own; that
+        function is called as `make_agent(environment_spec, **options)`.
+      environment_spec: canonical.
+      options: fields of the agent's `Config`, or keyword arguments of one's own function.
+    """
+
+    name: str
+    environment_spec: specs.EnvironmentSpec
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self) -> Agent:
+        """Returns the agent; the same object for the same name and options in one process.
+
+        Raises:
+          AgentError: no such agent or option.
+          ValueError: the agent refuses the environment or an option.
+        """
+        key = json.dumps([self.name, sorted(self.options.items())], default=list)
+        return _make(self, key)
+
+    def __hash__(self) -> int:
+        """Hashes the name alone: specs are not hashable."""
+        return hash(self.name)
+
+
+@functools.lru_cache(maxsize=8)
+def _make(factory: AgentFactory, key: str) -> Agent:
+    del key  # Equal factories compare equal; the key tells options apart in the cache's hash.
+    module_name, colon, function = factory.name.partition(":")
+    if colon:
+        try:
+            make = getattr(importlib.import_module(module_name), function)
+        except (ImportError, AttributeError) as error:
+            raise AgentError(f"unknown agent {factory.name!r}: {error}") from error
+        return make(factory.environment_spec, **factory.options)
+    package = importlib.import_module(_package(factory.name))
+    return package.make_agent(factory.environment_spec, config_of(factory.name, factory.options))
+
+
+def _package(name: str) -> str:
+    package = f"seedlib.agents.{name}"
+    if not name.isidentifier() or importlib.util.find_spec(package) is None:
+        raise AgentError(f"unknown agent {name!r}; possible are vtrace and <module>:<function>")
+    return package
+
+
+def config_of(name: str, options: Mapping[str, Any]) -> Any:
+    """Returns the settings of an agent of this library as its `Config`.
+
+    Raises:
+      AgentError: no such agent or setting.
+      ValueError: a setting has a value that cannot be.
+    """
+    package = _package(name)
+    config = importlib.import_module(f"{package}.config").Config
+    fields = {field.name for field in dataclasses.fields(config)}
+    for option in options:
+        if option not in fields:
+            raise AgentError(
+                f"agent {name} has no setting {option!r}; it has {', '.join(sorted(fields))}"
+            )
+    return config(**options)
+
+
+def parse_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Returns `key=value` texts as a dict; values are JSON where they parse, else text.
+
+    Raises:
+      AgentError: a text without `=`.
+    """
+    options = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise AgentError(f"expected setting=value, got {text!r}")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        options[key] = tuple(parsed) if isinstance(parsed, list) else parsed
+    return options

@@ -1,0 +1,382 @@
+"""The environment actor: steps environments and asks a policy service for actions.
+
+It has no network weights and imports neither JAX nor TensorFlow nor Reverb. All environments of an
+actor go in one request, so that their number sets how much a message carries.
+"""
+
+import dataclasses
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import dm_env
+import numpy as np
+import tree
+from absl import logging
+
+from seedlib import specs, types
+from seedlib.components.transport import backoff, service
+
+
+class EnvironmentFailure(Exception):
+    """An environment failed more often than an actor may rebuild it."""
+
+
+class BatchedEnvironment(Protocol):
+    """E environments that step together.
+
+    An environment that answered LAST ignores the next action and answers FIRST.
+    """
+
+    @property
+    def size(self) -> int:
+        """E, the number of environments."""
+        ...
+
+    @property
+    def spec(self) -> specs.EnvironmentSpec:
+        """The canonical spec of one of them."""
+        ...
+
+    def step(self, actions: types.Nested | None) -> dm_env.TimeStep:
+        """Steps every environment once.
+
+        Args:
+          actions: leaves `[E, ...]`; None resets every environment.
+
+        Returns:
+          Time steps, leaves `[E, ...]` as `specs.time_step_spec` says, valid until the next call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees the environments."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorConfig:
+    """How an actor behaves when things go wrong.
+
+    Attributes:
+      max_failures: failures of environments within `failure_window` seconds that end the actor.
+      failure_window: see there.
+      connect_timeout: seconds that the service may be out of reach before the actor gives up.
+      step_timeout: seconds to wait for an answer.
+      run_token: what the service asks for.
+      evaluate: whether the environments only evaluate.
+    """
+
+    max_failures: int = 5
+    failure_window: float = 600.0
+    connect_timeout: float = 120.0
+    step_timeout: float = 300.0
+    run_token: str = ""
+    evaluate: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses settings that cannot be.
+
+        Raises:
+          ValueError: naming the field and the value.
+        """
+        if self.max_failures < 0:
+            raise ValueError(f"max_failures must not be negative, got {self.max_failures}")
+        for field in ("failure_window", "connect_timeout", "step_timeout"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
+
+
+def environment_seed(seed: int, environment_id: int, incarnation: int, evaluate: bool) -> int:
+    """Returns a seed that differs per run, environment, incarnation and role; in 0..2^31-1."""
+    sequence = np.random.SeedSequence([seed, environment_id, incarnation, int(evaluate)])
+    return int(sequence.generate_state(1)[0] & 0x7FFFFFFF)
+
+
+class SerialEnvironments:
+    """Any dm_env environments, stepped one after the other. A `BatchedEnvironment`.
+
+    An environment that raises, or shows a value that is not finite, is rebuilt with another seed
+    after a pause; its episode breaks off without a LAST step. The other environments go on.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[int], dm_env.Environment],
+        environment_ids: Sequence[int],
+        seed: int = 0,
+        evaluate: bool = False,
+        max_failures: int = 5,
+        failure_window: float = 600.0,
+        incarnation: int = 0,
+    ) -> None:
+        """Makes the environments.
+
+        Args:
+          factory: `factory(seed) -> dm_env.Environment`.
+          environment_ids: one for each.
+          seed: the run's.
+          evaluate: whether they evaluate; evaluation seeds differ from all training seeds.
+          max_failures: within `failure_window` seconds; one more is raised.
+          failure_window: see there.
+          incarnation: how often these environments were started before, so that a restarted actor
+            does not replay its old streams.
+        """
+        self._factory = factory
+        self._ids = tuple(environment_ids)
+        self._seed = seed
+        self._evaluate = evaluate
+        self._max_failures = max_failures
+        self._window = failure_window
+        self._builds = [incarnation << 16] * len(self._ids)
+        self._failures: list[float] = []
+        self.failures = 0
+        self._environments = [self._build(index) for index in range(len(self._ids))]
+        self._spec = specs.make_environment_spec(self._environments[0])
+        self._time_steps = specs.zeros(specs.time_step_spec(self._spec), (len(self._ids),))
+        paths = tree.flatten_with_path(self._spec.observations)
+        self._observations = tree.flatten(self._time_steps.observation)
+        self._leaves = [
+            ("/".join(["observation", *map(str, path)]), tuple(leaf.shape), array)
+            for (path, leaf), array in zip(paths, self._observations, strict=True)
+        ]
+        self._single = len(paths) == 1 and paths[0][0] == ()
+        self._floats = [
+            ("reward", (), self._time_steps.reward),
+            *(leaf for leaf in self._leaves if leaf[2].dtype.kind == "f"),
+        ]
+        # Actions are handed over in the dtype of the environment's own spec.
+        self._action_spec = self._environments[0].action_spec()
+        self._plain_action = not tree.is_nested(self._action_spec)
+
+    def _build(self, index: int) -> dm_env.Environment:
+        build = self._builds[index]
+        self._builds[index] = build + 1
+        return self._factory(environment_seed(self._seed, self._ids[index], build, self._evaluate))
+
+    @property
+    def size(self) -> int:
+        """See `BatchedEnvironment.size`."""
+        return len(self._ids)
+
+    @property
+    def spec(self) -> specs.EnvironmentSpec:
+        """See `BatchedEnvironment.spec`."""
+        return self._spec
+
+    def step(self, actions: types.Nested | None) -> dm_env.TimeStep:
+        """See `BatchedEnvironment.step`.
+
+        Raises:
+          EnvironmentFailure: one failure too many; caused by the environment's own exception.
+        """
+        if actions is None:
+            for index in range(self.size):
+                self._one(index, None)
+        elif self._plain_action:
+            for index, action in enumerate(np.asarray(actions, self._action_spec.dtype)):
+                self._one(index, action)
+        else:
+            for index in range(self.size):
+                self._one(
+                    index,
+                    tree.map_structure(
+                        lambda spec, leaf, row=index: np.asarray(leaf[row], spec.dtype),
+                        self._action_spec,
+                        actions,
+                    ),
+                )
+        self._check_finite()
+        return self._time_steps
+
+    def _one(self, index: int, action: types.Nested | None) -> None:
+        """Steps one environment, or rebuilds it where that fails."""
+        try:
+            environment = self._environments[index]
+            self._store(index, environment.reset() if action is None else environment.step(action))
+        except Exception as error:
+            self._rebuild(index, error)
+
+    def _rebuild(self, index: int, error: Exception) -> None:
+        """Replaces a failed environment by a new one, and stores its FIRST step."""
+        self._note_failure(index, error)
+        delays = backoff.Backoff(initial=0.05, maximum=5.0, seed=self._builds[index])
+        while True:
+            try:
+                self._environments[index] = self._build(index)
+                self._store(index, self._environments[index].reset())
+                return
+            except Exception as again:
+                self._note_failure(index, again)
+                time.sleep(next(delays))
+
+    def _check_finite(self) -> None:
+        """Rebuilds environments that showed a value that is not finite; all rows at once."""
+        for path, _, array in self._floats:
+            if np.isfinite(array).all():
+                continue
+            finite = np.isfinite(array).reshape(self.size, -1).all(axis=1)
+            for index in np.flatnonzero(~finite):
+                self._rebuild(int(index), specs.SpecError(f"{path} is not finite"))
+
+    def _store(self, index: int, time_step: dm_env.TimeStep) -> None:
+        """Copies one time step into its row, and checks it."""
+        step_type, reward, discount, observation = time_step
+        target = self._time_steps
+        target.step_type[index] = step_type
+        try:
+            target.reward[index] = 0.0 if reward is None else reward
+            target.discount[index] = 1.0 if discount is None else discount
+        except (TypeError, ValueError):
+            raise specs.SpecError(
+                f"reward and discount must be one number each, got {reward!r} and {discount!r}"
+            ) from None
+        leaves = (observation,) if self._single else tree.flatten(observation)
+        for (path, shape, array), leaf in zip(self._leaves, leaves, strict=True):
+            if np.shape(leaf) != shape:  # An assignment would broadcast in silence.
+                raise specs.SpecError(f"{path}: expected shape {shape}, got {np.shape(leaf)}")
+            array[index] = leaf
+
+    def _note_failure(self, index: int, error: Exception) -> None:
+        now = time.monotonic()
+        self.failures += 1
+        self._failures = [at for at in self._failures if now - at < self._window] + [now]
+        name = f"environment {self._ids[index]}"
+        logging.error(
+            "%s failed (%d times in %.0f s):\n%s",
+            name,
+            len(self._failures),
+            self._window,
+            "".join(traceback.format_exception(error))[:20000],
+        )
+        if len(self._failures) > self._max_failures:
+            raise EnvironmentFailure(
+                f"{name}: {len(self._failures)} failures within {self._window:.0f} s; the last: "
+                f"{type(error).__name__}: {str(error)[:500]}"
+            ) from error
+        close_quietly(self._environments[index] if hasattr(self, "_environments") else None, name)
+
+    def close(self) -> None:
+        """See `BatchedEnvironment.close`."""
+        for i, environment in zip(self._ids, self._environments, strict=True):
+            close_quietly(environment, f"environment {i}")
+
+
+def close_quietly(environment: Any, name: str) -> None:
+    """Closes an environment that may be broken; what it raises is logged, since it is of no use."""
+    close = getattr(environment, "close", None)
+    if close is None:
+        return
+    try:
+        close()
+    except Exception:
+        logging.exception("%s: close failed", name)
+
+
+class EnvironmentActor:
+    """The environment loop of one actor against a policy service. Owned by one thread."""
+
+    def __init__(
+        self,
+        environment: BatchedEnvironment,
+        policy: service.PolicyService,
+        environment_ids: Sequence[int],
+        actor_id: str = "actor",
+        config: ActorConfig | None = None,
+    ) -> None:
+        """Connects nothing yet; `run` does.
+
+        Args:
+          environment: what to step.
+          policy: who answers.
+          environment_ids: one for each environment, unique in the run.
+          actor_id: a name for messages.
+          config: what to do when things go wrong.
+        """
+        if len(environment_ids) != environment.size:
+            raise ValueError(
+                f"{len(environment_ids)} environment ids for {environment.size} environments"
+            )
+        self._environment = environment
+        self._policy = policy
+        self._ids = tuple(environment_ids)
+        self._actor_id = actor_id
+        self._config = config or ActorConfig()
+        self._session: service.Session | None = None
+        self._time_steps: dm_env.TimeStep | None = None
+        self.reconnections = -1
+
+    def step(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Gets an action for every environment and steps them.
+
+        A service that went away is looked for again, with growing pauses; the environments keep
+        their episodes and the service begins anew with them.
+
+        Args:
+          stop: asked while the service is out of reach.
+
+        Returns:
+          False where it was told to stop.
+
+        Raises:
+          service.Refused: the service does not want these environments.
+          service.Unavailable: it stayed out of reach for `connect_timeout` seconds.
+          EnvironmentFailure: an environment failed too often.
+        """
+        if self._time_steps is None:
+            self._time_steps = self._environment.step(None)
+        deadline = time.monotonic() + self._config.connect_timeout
+        delays = backoff.Backoff(initial=0.05, maximum=2.0, seed=self._ids[0])
+        while not stop():
+            try:
+                if self._session is None:
+                    self._session = self._open(max(0.1, deadline - time.monotonic()))
+                actions = self._session.step(self._time_steps, self._config.step_timeout)
+                break
+            except (service.Unavailable, service.Fenced) as error:
+                self._disconnect()
+                if isinstance(error, service.Fenced):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise
+                logging.log_every_n_seconds(
+                    logging.WARNING, "%s: %s; trying again", 5, self._actor_id, error
+                )
+                time.sleep(next(delays))
+        else:
+            return False
+        self._time_steps = self._environment.step(actions)
+        return True
+
+    def _open(self, timeout: float) -> service.Session:
+        spec = self._environment.spec
+        session = self._policy.open(
+            service.Hello(
+                actor_id=self._actor_id,
+                environment_ids=self._ids,
+                incarnation=secrets.token_hex(8),
+                evaluate=self._config.evaluate,
+                observation_spec=spec.observations,
+                action_spec=spec.actions,
+                run_token=self._config.run_token,
+            ),
+            timeout,
+        )
+        self.reconnections += 1
+        return session
+
+    def _disconnect(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Steps until `stop()`; then closes session and environments. Raises as `step` does."""
+        try:
+            while not stop() and self.step(stop):
+                pass
+        finally:
+            self._disconnect()
+            self._environment.close()

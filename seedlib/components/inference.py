@@ -1,0 +1,724 @@
+"""Central inference: the policy, its parameters and every environment's state on one accelerator.
+
+An `InferenceServer` is a `PolicyService`. Time steps of many actors are batched; one jitted call
+per batch gathers each row's recurrent state by slot, resets it where an episode begins, applies the
+policy, samples with the row's own random stream and scatters the state back (donated). Rows and
+answers then go to the unroll assembler, and whole unrolls to a sink. Recurrent state never leaves
+the device but for the first step of an unroll.
+
+Each inference device is a lane of its own: a batcher, the state of its environments, one thread
+that dispatches batches and one that collects results, so that a batch runs while the next fills.
+"""
+
+import dataclasses
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import dm_env
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tree
+from absl import logging
+
+from seedlib import specs, types
+from seedlib.agents.agent import Agent
+from seedlib.components import batcher as batcher_lib
+from seedlib.components import episodes as episodes_lib
+from seedlib.components import parameters as parameters_lib
+from seedlib.components import tables, threads, unrolls
+from seedlib.components.transport import service
+
+# Columns of a row's header, int32.
+_SLOT, _ENVIRONMENT, _INCARNATION, _STEP, _FLAGS = range(5)
+_FRESH, _EVALUATE = 1, 2
+_STEP_MASK = 0x7FFFFFFF
+
+
+class StepObserver(Protocol):
+    """Who counts what the environments did."""
+
+    def observe(self, agent_steps: int, episodes: episodes_lib.Episodes | None) -> None:
+        """Counts one batch.
+
+        Args:
+          agent_steps: transitions of training environments in it.
+          episodes: the episodes that ended, of training and of evaluation, or None.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceConfig:
+    """How an inference server works.
+
+    Attributes:
+      max_environments: environments that may be connected to one inference device.
+      batch_sizes: padded sizes of device calls, ascending; each is compiled before the server is
+        ready.
+      minimum_batch_size: rows that a batch waits for, at most `batch_timeout` seconds.
+      batch_timeout: see there.
+      in_flight: batches given to a device at once.
+      seed: of every random stream.
+      step_timeout: seconds after which a request without an answer is an error.
+      run_token: what a hello must bring; "" asks for none.
+    """
+
+    max_environments: int
+    batch_sizes: tuple[int, ...]
+    minimum_batch_size: int = 1
+    batch_timeout: float = 0.01
+    in_flight: int = 2
+    seed: int = 0
+    step_timeout: float = 300.0
+    run_token: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuses settings that cannot be.
+
+        Raises:
+          ValueError: naming the field and the value.
+        """
+        for field in ("max_environments", "in_flight"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.step_timeout <= 0:
+            raise ValueError(f"step_timeout must be positive, got {self.step_timeout}")
+
+
+@dataclasses.dataclass
+class InferenceStatistics:
+    """What a server did since its start; sums over its devices, 64 bit and more.
+
+    Attributes:
+      batches: device calls.
+      rows: rows answered.
+      padded_rows: rows computed, padding included.
+      agent_steps: transitions of training environments.
+      unrolls: unrolls given to the sink.
+      dropped_steps: steps in partial unrolls of environments that came anew.
+      fenced_sessions: sessions that a newer incarnation replaced.
+      sessions: sessions that are open now.
+      compilations: compiled programs; flat once the server is ready.
+      wait_seconds: dispatcher waiting for rows.
+      dispatch_seconds: handing batches to the device.
+      device_seconds: collector waiting for the device.
+      assemble_seconds: assembling unrolls, counting episodes.
+      insert_seconds: giving unrolls to the sink, waiting for room included.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    padded_rows: int = 0
+    agent_steps: int = 0
+    unrolls: int = 0
+    dropped_steps: int = 0
+    fenced_sessions: int = 0
+    sessions: int = 0
+    compilations: int = 0
+    wait_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    device_seconds: float = 0.0
+    assemble_seconds: float = 0.0
+    insert_seconds: float = 0.0
+
+
+def policy_step_specs(
+    agent: Agent, environment_spec: specs.EnvironmentSpec
+) -> tuple[types.Unroll, types.Nested]:
+    """Returns what one step of an unroll and one recurrent state look like.
+
+    Args:
+      agent: the algorithm.
+      environment_spec: canonical.
+
+    Returns:
+      An `Unroll` of one step's leaves without leading dimension (`initial_state` is `()`), and the
+      state's leaves, each with `shape` and `dtype`.
+    """
+    inputs = specs.policy_input_spec(environment_spec)
+    batched = tree.map_structure(
+        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), inputs
+    )
+
+    def act(key: jax.Array, inputs: types.PolicyInput) -> types.PolicyOutput:
+        params = agent.policy_params(agent.init(key))
+        return agent.policy.step(params, key[None], inputs, agent.policy.initial_state(1))
+
+    output = jax.eval_shape(act, jax.random.PRNGKey(0), batched)
+    row: Callable[[Any], jax.ShapeDtypeStruct] = lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape[1:], leaf.dtype
+    )
+    scalar = jax.ShapeDtypeStruct((), np.dtype(np.int64))
+    step = types.Unroll(
+        inputs=inputs,
+        action=environment_spec.actions,
+        extras=jax.tree_util.tree_map(row, output.extras),
+        initial_state=(),
+        info=types.UnrollInfo(scalar, scalar, scalar),
+    )
+    return step, jax.tree_util.tree_map(row, output.state)
+
+
+def unroll_specs(agent: Agent, environment_spec: specs.EnvironmentSpec) -> types.Unroll:
+    """Returns the specs of one whole unroll: leaves `[L, ...]`, `initial_state` `[...]`."""
+    step, state = policy_step_specs(agent, environment_spec)
+    window = agent.unroll.window
+    unroll = tree.map_structure(
+        lambda leaf: jax.ShapeDtypeStruct((window, *leaf.shape), leaf.dtype), step
+    )
+    return unroll._replace(initial_state=state)
+
+
+class InferenceServer:
+    """Answers time steps with actions, and turns them into unrolls. A `PolicyService`."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        environment_spec: specs.EnvironmentSpec,
+        parameters: parameters_lib.ParameterSource,
+        sink: tables.UnrollSink | None,
+        config: InferenceConfig,
+        devices: Sequence[jax.Device] | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """Makes a server; `start` makes it answer.
+
+        Args:
+          agent: the algorithm.
+          environment_spec: canonical; what every session must have.
+          parameters: where versions come from.
+          sink: where unrolls go; None keeps none.
+          config: how it works.
+          devices: on which devices; None takes the first local one.
+          observer: who counts steps and episodes.
+        """
+        devices = tuple(devices) if devices is not None else (jax.local_devices()[0],)
+        self._spec = environment_spec
+        self._config = config
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._sessions: dict[int, _Session] = {}
+        self._incarnations: dict[int, int] = {}
+        self._fenced = 0
+        self._stopped = False
+        self._ready = threading.Event()
+        self._threads = threads.ThreadGroup("inference")
+        self._threads.on_error(self._abandon)
+        self._lanes = [
+            _Lane(agent, environment_spec, parameters, sink, config, device, observer)
+            for device in devices
+        ]
+
+    def start(self, timeout: float = 600.0) -> None:
+        """Compiles every batch size and starts to answer.
+
+        Args:
+          timeout: seconds to wait for the first parameters.
+
+        Raises:
+          TimeoutError: no parameters came.
+        """
+        for number, lane in enumerate(self._lanes):
+            lane.warm_up(timeout)
+            self._threads.start(lane.dispatch, f"dispatch-{number}")
+            self._threads.start(lane.collect, f"collect-{number}")
+        self._ready.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every batch size is compiled and sessions are answered."""
+        return self._ready.is_set() and not self._stopped
+
+    def open(self, hello: service.Hello, timeout: float | None = None) -> "_Session":
+        """See `PolicyService.open`. Environments that come again are fenced off from before.
+
+        Raises:
+          service.Refused: token, specs, ids or the number of environments do not fit.
+          service.Unavailable: not ready within `timeout`, or stopped.
+        """
+        if not secrets.compare_digest(
+            hello.run_token.encode("utf-8"), self._config.run_token.encode("utf-8")
+        ):
+            raise service.Refused("run token: missing, or of another run")
+        self._check_hello(hello)
+        if not self._ready.wait(timeout) or self._stopped:
+            raise service.Unavailable("the inference server is not ready, or stopped")
+        with self._lock:
+            if self._stopped:
+                raise service.Unavailable("the inference server is stopped")
+            for session in {
+                self._sessions[i] for i in hello.environment_ids if i in self._sessions
+            }:
+                logging.info("%s: replaced by %s", session.name, hello.actor_id)
+                self._fenced += 1
+                self._forget(session, service.Fenced(f"replaced by {hello.actor_id}"))
+            lane = max(self._lanes, key=lambda lane: len(lane.free_slots))
+            count = len(hello.environment_ids)
+            if count > len(lane.free_slots):
+                limit = self._config.max_environments
+                raise service.Refused(
+                    f"{hello.actor_id} brings {count} environments, but only "
+                    f"{len(lane.free_slots)} of max_environments={limit} are free"
+                )
+            slots = [lane.free_slots.pop() for _ in range(count)]
+            incarnations = [self._incarnations.get(i, 0) for i in hello.environment_ids]
+            for i, incarnation in zip(hello.environment_ids, incarnations, strict=True):
+                self._incarnations[i] = incarnation + 1
+            session = _Session(self, lane, hello, slots, incarnations)
+            for i in hello.environment_ids:
+                self._sessions[i] = session
+        return session
+
+    def _check_hello(self, hello: service.Hello) -> None:
+        ids = hello.environment_ids
+        if not ids or len(set(ids)) != len(ids):
+            raise service.Refused(f"environment ids must be distinct and not empty, got {ids}")
+        if min(ids) < 0 or max(ids) > np.iinfo(np.int32).max:
+            raise service.Refused(f"environment ids must be in 0..2^31-1, got {ids}")
+        largest = self._config.batch_sizes[-1]
+        if len(ids) > largest:
+            raise service.Refused(
+                f"{hello.actor_id} brings {len(ids)} environments; the largest batch size is "
+                f"{largest}"
+            )
+        for name, theirs, ours in (
+            ("observation", hello.observation_spec, self._spec.observations),
+            ("action", hello.action_spec, self._spec.actions),
+        ):
+            difference = spec_difference(ours, theirs, name)
+            if difference:
+                raise service.Refused(difference)
+
+    def _forget(self, session: "_Session", reason: service.PolicyServiceError) -> None:
+        """Ends a session; holds the lock."""
+        if session.end(reason):
+            for i in session.environment_ids:
+                self._sessions.pop(i, None)
+            session.lane.free_slots.extend(session.slots)
+
+    def close_session(self, session: "_Session") -> None:
+        """Frees what a session holds."""
+        with self._lock:
+            self._forget(session, service.Unavailable("the session is closed"))
+
+    def statistics(self) -> InferenceStatistics:
+        """Returns a copy of what was counted so far."""
+        total = InferenceStatistics(fenced_sessions=self._fenced)
+        for lane in self._lanes:
+            lane.statistics.compilations = lane.compilations
+            for field in dataclasses.fields(total):
+                setattr(
+                    total,
+                    field.name,
+                    getattr(total, field.name) + getattr(lane.statistics, field.name),
+                )
+        total.sessions = len(set(self._sessions.values()))
+        return total
+
+    def _abandon(self) -> None:
+        """Lets nobody wait for an answer that will not come."""
+        self._stopped = True
+        for lane in self._lanes:
+            lane.close()
+        if self._sink is not None:
+            self._sink.close()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for `stop`; raises what a thread of the server raised. See `ThreadGroup.wait`."""
+        return self._threads.wait(timeout)
+
+    def stop(self) -> None:
+        """Ends every session, the sink and the threads. May be called twice.
+
+        Raises:
+          TimeoutError: a thread did not end.
+        """
+        with self._lock:
+            self._stopped = True
+            for session in set(self._sessions.values()):
+                self._forget(session, service.Unavailable("the inference server is stopped"))
+        self._ready.set()
+        self._abandon()
+        self._threads.join(timeout=10.0)
+        self._threads.finish()
+
+
+def spec_difference(ours: types.Nested, theirs: types.Nested, name: str) -> str | None:
+    """Returns the first difference of two nested specs as a line, or None."""
+
+    def described(spec: types.Nested) -> dict[str, str]:
+        leaves: dict[str, str] = {}
+        for path, leaf in tree.flatten_with_path(spec):
+            text = f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}"
+            values = getattr(leaf, "num_values", None)
+            leaves["/".join([name, *map(str, path)])] = (
+                text if values is None else f"{text} of {values} values"
+            )
+        return leaves
+
+    expected, given = described(ours), described(theirs)
+    for path in sorted(expected.keys() | given.keys()):
+        if expected.get(path) != given.get(path):
+            return (
+                f"{path}: expected {expected.get(path, 'nothing')}, got "
+                f"{given.get(path, 'nothing')}"
+            )
+    return None
+
+
+class _Session:
+    """The environments of one actor at an inference server."""
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        lane: "_Lane",
+        hello: service.Hello,
+        slots: list[int],
+        incarnations: list[int],
+    ) -> None:
+        self.name = hello.actor_id
+        self.environment_ids = hello.environment_ids
+        self.lane = lane
+        self.slots = slots
+        self.alive = True
+        self._server = server
+        self._reason: service.PolicyServiceError | None = None
+        self._index = 0
+        self._evaluate = _EVALUATE if hello.evaluate else 0
+        self._timeout = lane.config.step_timeout
+        self._header = np.zeros((len(slots), 5), np.int32)
+        self._header[:, _SLOT] = slots
+        self._header[:, _ENVIRONMENT] = hello.environment_ids
+        self._header[:, _INCARNATION] = incarnations
+        self._header[:, _FLAGS] = _FRESH | self._evaluate
+        self._floats = [
+            (path, number)
+            for number, (path, leaf) in enumerate(
+                tree.flatten_with_path(specs.time_step_spec(lane.spec))
+            )
+            if np.dtype(leaf.dtype).kind == "f"
+        ]
+
+    def step(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> types.Nested:
+        """See `service.Session.step`."""
+        if self._reason is not None:
+            raise self._reason
+        self._check(time_steps)
+        timeout = self._timeout if timeout is None else timeout
+        self._header[:, _STEP] = self._index & _STEP_MASK
+        try:
+            request = self.lane.batcher.submit((time_steps, self._header), self, timeout)
+            actions = request.result(timeout)
+        except batcher_lib.BatcherClosed:
+            raise self._reason or service.Unavailable("the inference server is stopped") from None
+        except batcher_lib.RequestTimeout as error:
+            # The answer may still come, to nobody; the session's order is lost, so it ends.
+            self.close()
+            raise service.Unavailable(f"{self.name}: {error}") from None
+        except ValueError as error:
+            raise service.Refused(f"{self.name}: {error}") from None
+        self._index += 1
+        self._header[:, _FLAGS] = self._evaluate
+        return actions
+
+    def _check(self, time_steps: dm_env.TimeStep) -> None:
+        """Keeps values out that would poison a whole batch or its training."""
+        if (np.asarray(time_steps.step_type) > 2).any():
+            raise service.Refused(f"{self.name}: step_type must be 0, 1 or 2")
+        leaves = tree.flatten(time_steps)
+        for path, number in self._floats:
+            leaf = leaves[number]
+            # The sum is finite exactly where all are, but for an overflow; then look closely.
+            if not np.isfinite(leaf.sum(dtype=np.float64)) and not np.isfinite(leaf).all():
+                row = int(np.argwhere(~np.isfinite(leaf))[0][0])
+                where = "/".join(map(str, path))
+                raise service.Refused(
+                    f"environment {self.environment_ids[row]} of {self.name}: {where} is not "
+                    f"finite at its step {self._index}"
+                )
+
+    def end(self, reason: service.PolicyServiceError) -> bool:
+        """Marks the session as over; returns False where it already was."""
+        if not self.alive:
+            return False
+        self.alive = False
+        self._reason = reason
+        return True
+
+    def close(self) -> None:
+        """See `service.Session.close`."""
+        self._server.close_session(self)
+
+
+class _Lane:
+    """One inference device: its batcher, its environments' state and its two stages."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        spec: specs.EnvironmentSpec,
+        parameters: parameters_lib.ParameterSource,
+        sink: tables.UnrollSink | None,
+        config: InferenceConfig,
+        device: jax.Device,
+        observer: StepObserver | None,
+    ) -> None:
+        self.spec = spec
+        self.config = config
+        self.free_slots = list(range(config.max_environments))[::-1]
+        self.statistics = InferenceStatistics()
+        self._parameters = parameters
+        self._sink = sink
+        self._observer = observer
+        self._device = device
+        self._padding_slot = config.max_environments
+        self._row_spec = (
+            specs.time_step_spec(spec),
+            jax.ShapeDtypeStruct((5,), np.dtype(np.int32)),
+        )
+        self.batcher = batcher_lib.RequestBatcher(
+            self._row_spec,
+            batcher_lib.BatcherConfig(
+                batch_sizes=config.batch_sizes,
+                minimum_batch_size=config.minimum_batch_size,
+                timeout=config.batch_timeout,
+                buffers=config.in_flight + 2,
+            ),
+        )
+        step_spec, state_spec = policy_step_specs(agent, spec)
+        self._assembler = unrolls.UnrollAssembler(
+            step_spec, state_spec, agent.unroll, config.max_environments
+        )
+        self._episodes = episodes_lib.EpisodeTracker(config.max_environments)
+        self._step_index = np.zeros(config.max_environments, np.int64)
+        self._step = jax.jit(_make_step(agent, spec), donate_argnums=(1,))
+        self._key = jax.device_put(jax.random.PRNGKey(config.seed), device)
+        self._memory = jax.device_put(
+            (
+                jax.tree_util.tree_map(
+                    lambda leaf: jnp.broadcast_to(
+                        leaf, (config.max_environments + 1, *leaf.shape[1:])
+                    ),
+                    agent.policy.initial_state(1),
+                ),
+                specs.zeros(spec.actions, (config.max_environments + 1,)),
+            ),
+            device,
+        )
+        # Memory is donated with every call, so its leaves must not share a buffer.
+        self._memory = jax.tree_util.tree_map(jnp.copy, self._memory)
+        # A place in flight is taken before a batch is, so that a batch goes on filling meanwhile.
+        self._places = threading.Semaphore(config.in_flight)
+        self._in_flight: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    @property
+    def compilations(self) -> int:
+        return int(self._step._cache_size())
+
+    def warm_up(self, timeout: float) -> None:
+        """Compiles and runs every batch size on rows that belong to no environment."""
+        _, params = self._parameters.get(self._device, timeout)
+        for size in self.config.batch_sizes:
+            time_step, header = specs.zeros(self._row_spec, (size,))
+            header[:, _SLOT] = self._padding_slot
+            outputs, self._memory = self._step(params, self._memory, self._key, time_step, header)
+            jax.block_until_ready(outputs)
+
+    def close(self) -> None:
+        """Wakes both stages for good."""
+        self.batcher.close()
+        self._places.release()
+
+    def dispatch(self) -> None:
+        """First stage: takes batches and gives them to the device."""
+        statistics = self.statistics
+        try:
+            while True:
+                started = time.monotonic()
+                self._places.acquire()
+                batch = self.batcher.next_batch()
+                taken = time.monotonic()
+                assert batch is not None
+                time_step, header = batch.rows
+                header[batch.size :, _SLOT] = self._padding_slot
+                for request in batch.requests:
+                    if not request.tag.alive:
+                        header[request.start : request.stop, _SLOT] = self._padding_slot
+                version, params = self._parameters.get(self._device)
+                outputs, self._memory = self._step(
+                    params, self._memory, self._key, time_step, header
+                )
+                self._in_flight.put((batch, outputs, version, time_step, header))
+                statistics.wait_seconds += taken - started
+                statistics.dispatch_seconds += time.monotonic() - taken
+        except batcher_lib.BatcherClosed:
+            return
+        finally:
+            self._in_flight.put(None)
+
+    def collect(self) -> None:
+        """Second stage: waits for results, answers, and assembles unrolls."""
+        while (item := self._in_flight.get()) is not None:
+            batch, outputs, version, time_step, header = item
+            try:
+                self._collect(batch, outputs, version, time_step, header)
+            except tables.SinkClosed:
+                return
+            finally:
+                batch.release()
+
+    def _collect(
+        self,
+        batch: batcher_lib.Batch,
+        outputs: Any,
+        version: int,
+        time_step: dm_env.TimeStep,
+        header: np.ndarray,
+    ) -> None:
+        statistics = self.statistics
+        started = time.monotonic()
+        try:
+            action, extras, previous_action = jax.tree_util.tree_map(np.asarray, outputs[:3])
+        except BaseException as error:
+            batch.fail(error)
+            raise
+        ready = time.monotonic()
+        self._places.release()
+        batch.complete(action)
+        size = batch.size
+        statistics.batches += 1
+        statistics.rows += size
+        statistics.padded_rows += batch.padded_size
+        statistics.device_seconds += ready - started
+
+        header = header[:size]
+        rows: Any = slice(0, size)
+        slots = header[:, _SLOT]
+        if (slots == self._padding_slot).any():  # Rows of sessions that are over.
+            rows = np.flatnonzero(slots != self._padding_slot)
+            header, slots = header[rows], slots[rows]
+        fresh = slots[(header[:, _FLAGS] & _FRESH) != 0]
+        if len(fresh):
+            self._step_index[fresh] = 0
+            self._episodes.reset(fresh)
+            statistics.dropped_steps += self._assembler.reset(fresh)
+        evaluate = (header[:, _FLAGS] & _EVALUATE) != 0
+        time_step = jax.tree_util.tree_map(lambda leaf: leaf[rows], time_step)
+        ended = self._episodes.append(
+            slots, time_step.step_type, time_step.reward, header[:, _ENVIRONMENT], evaluate
+        )
+        training: Any = np.flatnonzero(~evaluate) if evaluate.any() else slice(None)
+        agent_steps = int(np.count_nonzero(time_step.step_type[training]))
+        statistics.agent_steps += agent_steps
+        if self._observer is not None:
+            self._observer.observe(agent_steps, ended)
+        step_index = self._step_index[slots]
+        self._step_index[slots] += 1
+        whole = None
+        if self._sink is not None:
+            step = types.Unroll(
+                inputs=types.PolicyInput(
+                    *time_step,
+                    previous_action=jax.tree_util.tree_map(
+                        lambda leaf: leaf[rows], previous_action
+                    ),
+                    environment_id=header[:, _ENVIRONMENT],
+                    evaluate=evaluate,
+                ),
+                action=jax.tree_util.tree_map(lambda leaf: leaf[rows], action),
+                extras=jax.tree_util.tree_map(lambda leaf: leaf[rows], extras),
+                initial_state=(),
+                info=types.UnrollInfo(
+                    policy_version=np.full(len(slots), version, np.int64),
+                    step_index=step_index,
+                    incarnation=header[:, _INCARNATION],
+                ),
+            )
+            states = jax.tree_util.tree_map(lambda leaf: _Rows(leaf, rows, training), outputs[3])
+            if not isinstance(training, slice):
+                step = jax.tree_util.tree_map(lambda leaf: leaf[training], step)
+            whole = self._assembler.append(slots[training], step, states)
+        assembled = time.monotonic()
+        statistics.assemble_seconds += assembled - ready
+        if whole is not None and self._sink is not None:
+            statistics.unrolls += len(whole.inputs.reward)
+            self._sink.insert(whole)
+            statistics.insert_seconds += time.monotonic() - assembled
+
+
+class _Rows:
+    """Some rows of a device array, copied to the host only if somebody looks."""
+
+    def __init__(self, leaf: jax.Array, *rows: Any) -> None:
+        self._leaf = leaf
+        self._rows = rows
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        array = np.asarray(self._leaf)
+        for rows in self._rows:
+            array = array[rows]
+        return array if dtype is None else array.astype(dtype)
+
+
+def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
+    """Returns the function that one device call computes.
+
+    `(params, memory, key, time_step [B], header [B, 5]) -> ((action, extras, previous_action, state
+    before the step), memory)`; memory is `(recurrent state, previous action)`, leaves
+    `[slots + 1, ...]`, whose last row belongs to padding.
+    """
+
+    def step(
+        params: Any,
+        memory: Any,
+        key: jax.Array,
+        time_step: dm_env.TimeStep,
+        header: jax.Array,
+    ) -> Any:
+        slots = header[:, _SLOT]
+        fresh = (header[:, _FLAGS] & _FRESH) != 0
+        first = time_step.step_type == int(dm_env.StepType.FIRST)
+        batch = slots.shape[0]
+
+        def where_fresh(fresh_rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(fresh_rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
+
+        state, previous_action = jax.tree_util.tree_map(lambda leaf: leaf[slots], memory)
+        restart = fresh | first
+        state = jax.tree_util.tree_map(
+            lambda new, old: where_fresh(restart, new, old),
+            agent.policy.initial_state(batch),
+            state,
+        )
+        previous_action = jax.tree_util.tree_map(
+            lambda old: where_fresh(restart, jnp.zeros_like(old), old), previous_action
+        )
+        # A row's random stream belongs to environment, incarnation and step alone.
+        fold = jax.vmap(jax.random.fold_in)
+        keys = jax.vmap(lambda environment: jax.random.fold_in(key, environment))(
+            header[:, _ENVIRONMENT]
+        )
+        keys = fold(fold(keys, header[:, _INCARNATION]), header[:, _STEP])
+        inputs = types.PolicyInput(
+            *time_step,
+            previous_action=previous_action,
+            environment_id=header[:, _ENVIRONMENT],
+            evaluate=(header[:, _FLAGS] & _EVALUATE) != 0,
+        )
+        output = agent.policy.step(params, keys, inputs, state)
+        action = jax.tree_util.tree_map(
+            lambda leaf, like: jnp.asarray(leaf, like.dtype), output.action, previous_action
+        )
+        memory = jax.tree_util.tree_map(
+            lambda stored, new: stored.at[slots].set(new), memory, (output.state, action)
+        )
+        return (action, output.extras, previous_action, state), memory
+
+    return step

@@ -1,0 +1,360 @@
+"""A Reverb FIFO table of unrolls: each is used once, in order, with bounded memory.
+
+An item of the table is a *block* of unrolls, written whole as one Reverb step. Writing unrolls
+step by step is about five times dearer, and a block of small unrolls costs little more than one
+(see `docs/design.md` for the figures). A full table blocks its writers, which is the back-pressure
+of the whole program: inference waits for the learner.
+"""
+
+import dataclasses
+import math
+import operator
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import reverb
+import tensorflow as tf
+import tree
+from absl import logging
+
+from seedlib import types
+from seedlib.components.tables import Sample, SinkClosed
+
+_TABLE = "trajectory_queue"
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryQueueConfig:
+    """How large a queue is.
+
+    Attributes:
+      capacity: unrolls that the table holds; at least one batch. None means two batches: one that
+        is read while another is written. A longer queue means older data.
+      unrolls_per_item: unrolls in one block; None takes the largest divisor of the batch size whose
+        block stays below a megabyte.
+      warn_seconds: a writer or reader that waits longer says so in the log, and again each time.
+    """
+
+    capacity: int | None = None
+    unrolls_per_item: int | None = None
+    warn_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that cannot be.
+
+        Raises:
+          ValueError: naming the field and the value.
+        """
+        for field in ("capacity", "unrolls_per_item"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field} must be at least 1, got {value}")
+        if self.warn_seconds <= 0:
+            raise ValueError(f"warn_seconds must be positive, got {self.warn_seconds}")
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueLayout:
+    """What both ends of a queue must agree on.
+
+    Attributes:
+      unroll_spec: specs of one unroll, `[L, ...]`.
+      batch_size: unrolls in a learner's batch.
+      unrolls_per_item: unrolls in a block.
+      items: blocks that the table holds.
+    """
+
+    unroll_spec: types.Unroll
+    batch_size: int
+    unrolls_per_item: int
+    items: int
+
+    @property
+    def unroll_bytes(self) -> int:
+        """Bytes of one unroll, uncompressed."""
+        return sum(
+            math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+            for leaf in tree.flatten(self.unroll_spec)
+        )
+
+
+def layout(
+    unroll_spec: types.Unroll, batch_size: int, config: TrajectoryQueueConfig
+) -> QueueLayout:
+    """Returns the layout of a queue.
+
+    Args:
+      unroll_spec: specs of one unroll, `[L, ...]`.
+      batch_size: unrolls in a learner's batch.
+      config: how large the queue is.
+
+    Raises:
+      ValueError: where a block does not divide the batch, or the table cannot hold a batch.
+    """
+    bare = QueueLayout(unroll_spec, batch_size, 1, 1)
+    block = config.unrolls_per_item
+    if block is None:
+        most = max(1, _BLOCK_BYTES // max(bare.unroll_bytes, 1))
+        block = max(k for k in range(1, batch_size + 1) if batch_size % k == 0 and k <= most)
+    if batch_size % block:
+        raise ValueError(f"unrolls_per_item {block} does not divide batch_size {batch_size}")
+    capacity = 2 * batch_size if config.capacity is None else config.capacity
+    if capacity < batch_size:
+        raise ValueError(f"capacity {capacity} is less than batch_size {batch_size}")
+    return QueueLayout(unroll_spec, batch_size, block, max(1, capacity // block))
+
+
+class TrajectoryQueue:
+    """Serves the table. Holds no thread of its own; Reverb's server does."""
+
+    def __init__(
+        self, queue_layout: QueueLayout, config: TrajectoryQueueConfig, port: int | None = None
+    ) -> None:
+        """Starts the server.
+
+        Args:
+          queue_layout: from `layout`.
+          config: how large it is.
+          port: where it listens; None picks a free one.
+        """
+        self.layout = queue_layout
+        self._config = config
+        signature = {
+            name: tf.TensorSpec(
+                (None, queue_layout.unrolls_per_item, *leaf.shape), np.dtype(leaf.dtype)
+            )
+            for name, leaf in _columns(queue_layout.unroll_spec).items()
+        }
+        self._table = reverb.Table.queue(_TABLE, queue_layout.items, signature=signature)
+        self._server = reverb.Server([self._table], port=port)
+        self._client = TrajectoryQueueClient(f"localhost:{self._server.port}", queue_layout, config)
+        logging.info(
+            "trajectory queue: at most %d unrolls of %d bytes (%.1f MB)",
+            queue_layout.items * queue_layout.unrolls_per_item,
+            queue_layout.unroll_bytes,
+            queue_layout.items * queue_layout.unrolls_per_item * queue_layout.unroll_bytes / 1e6,
+        )
+
+    @property
+    def address(self) -> str:
+        """Where writers and readers connect."""
+        return self._client.address
+
+    def writer(self) -> "UnrollWriter":
+        """Returns a writer; in this process it bypasses the network."""
+        return self._client.writer()
+
+    def reader(self) -> "UnrollReader":
+        """Returns a reader; in this process it bypasses the network."""
+        return self._client.reader()
+
+    def unrolls(self) -> int:
+        """Returns how many unrolls the table holds now."""
+        info = reverb.reverb_types.TableInfo.from_serialized_proto(
+            self._table._internal_table.info()
+        )
+        return int(info.current_size) * self.layout.unrolls_per_item
+
+    def stop(self) -> None:
+        """Closes this process's writers and readers, then the server."""
+        self._client.close()
+        self._server.stop()
+
+
+class TrajectoryQueueClient:
+    """Makes writers and readers of a queue, and closes them. Any thread may use it."""
+
+    def __init__(
+        self, address: str, queue_layout: QueueLayout, config: TrajectoryQueueConfig
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+          address: of the queue's server.
+          queue_layout: the same as the queue's.
+          config: the same as the queue's.
+        """
+        self.address = address
+        self._layout = queue_layout
+        self._config = config
+        self._ends: list[UnrollWriter | UnrollReader] = []
+
+    def writer(self) -> "UnrollWriter":
+        """Returns a new writer."""
+        writer = UnrollWriter(self.address, self._layout, self._config)
+        self._ends.append(writer)
+        return writer
+
+    def reader(self) -> "UnrollReader":
+        """Returns a new reader."""
+        reader = UnrollReader(self.address, self._layout, self._config)
+        self._ends.append(reader)
+        return reader
+
+    def close(self) -> None:
+        """Closes every writer and reader that was made."""
+        for end in self._ends:
+            end.close()
+
+
+def _columns(unroll: types.Unroll) -> dict[str, Any]:
+    """Returns an unroll's leaves as Reverb's columns; the numbers keep the order of leaves."""
+    return {
+        "/".join([f"{number:03d}", *map(str, path)]): leaf
+        for number, (path, leaf) in enumerate(tree.flatten_with_path(unroll))
+    }
+
+
+class UnrollWriter:
+    """Writes unrolls, in the order they come, in blocks. Any thread may use it."""
+
+    def __init__(
+        self, address: str, queue_layout: QueueLayout, config: TrajectoryQueueConfig
+    ) -> None:
+        """Connects to a queue.
+
+        Args:
+          address: of its server.
+          queue_layout: the same as the queue's.
+          config: the same as the queue's.
+        """
+        self._layout = queue_layout
+        self._warn = config.warn_seconds
+        self._client = reverb.Client(address)
+        self._writer = self._client.trajectory_writer(num_keep_alive_refs=1)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._pending: list[types.Unroll] = []
+        self._count = 0
+        self.wait_seconds = 0.0
+
+    def insert(self, unrolls: types.Unroll) -> None:
+        """Stores unrolls; blocks while the table is full. Keeps at most a block back.
+
+        Args:
+          unrolls: leaves `[k, L, ...]`, not changed later.
+
+        Raises:
+          SinkClosed: `close` was called, before or meanwhile.
+        """
+        if self._closed.is_set():
+            raise SinkClosed("the writer is closed")
+        with self._lock:
+            self._insert(unrolls)
+
+    def _insert(self, unrolls: types.Unroll) -> None:
+        block = self._layout.unrolls_per_item
+        self._pending.append(unrolls)
+        self._count += len(unrolls.inputs.reward)
+        if self._count < block:
+            return
+        together = (
+            unrolls
+            if len(self._pending) == 1
+            else tree.map_structure(lambda *leaves: np.concatenate(leaves), *self._pending)
+        )
+        whole = self._count // block * block
+        for start in range(0, whole, block):
+            rows = slice(start, start + block)
+            self._write(_columns(tree.map_structure(operator.itemgetter(rows), together)))
+        self._count -= whole
+        self._pending = (
+            [tree.map_structure(lambda leaf: leaf[whole:], together)] if self._count else []
+        )
+
+    def _write(self, columns: dict[str, np.ndarray]) -> None:
+        self._writer.append(columns)
+        self._writer.create_item(
+            _TABLE, 1.0, {name: self._writer.history[name][-1:] for name in columns}
+        )
+        started = time.monotonic()
+        warned = started
+        while True:
+            try:
+                # Neither `append` nor `create_item` ever blocks; waiting for all but one item here
+                # is what bounds memory. After a timeout the item is still pending: wait again.
+                self._writer.flush(block_until_num_items=1, timeout_ms=200)
+                break
+            except reverb.errors.DeadlineExceededError:
+                if self._closed.is_set():
+                    raise SinkClosed("the writer was closed while the table was full") from None
+                now = time.monotonic()
+                if now - warned > self._warn:
+                    warned = now
+                    logging.warning(
+                        "trajectory queue: a writer has waited %.0f s for room (%d blocks of %d "
+                        "unrolls); the learner does not take any",
+                        now - started,
+                        self._layout.items,
+                        self._layout.unrolls_per_item,
+                    )
+        self.wait_seconds += time.monotonic() - started
+
+    def close(self) -> None:
+        """Ends the writer; a blocked `insert` raises within a quarter of a second."""
+        self._closed.set()
+
+
+class UnrollReader:
+    """Reads batches of unrolls, each once, in order. Owned by one thread; any may close it."""
+
+    def __init__(
+        self, address: str, queue_layout: QueueLayout, config: TrajectoryQueueConfig
+    ) -> None:
+        """Connects to a queue. See `UnrollWriter`."""
+        self._layout = queue_layout
+        self._warn = config.warn_seconds
+        self._blocks = queue_layout.batch_size // queue_layout.unrolls_per_item
+        # The public `Client.sample` makes the same sampler but keeps it out of reach, so that a
+        # blocked one cannot be cancelled; `Sampler.Close` does that.
+        self._sampler = reverb.Client(address)._client.NewSampler(_TABLE, 1 << 62, 1)
+        self._closed = threading.Event()
+        self.wait_seconds = 0.0
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> Sample:
+        """Returns the next batch, unrolls of leaves `[batch_size, L, ...]`; waits for it.
+
+        Raises:
+          StopIteration: the reader is closed.
+        """
+        started = time.monotonic()
+        blocks: list[list[np.ndarray]] = []
+        try:
+            while len(blocks) < self._blocks:
+                if self._closed.is_set():
+                    raise StopIteration
+                # The first four columns describe the item: key, probability, table size, priority.
+                blocks.append([column[0] for column in self._sampler.GetNextTrajectory()[4:]])
+        except RuntimeError:
+            if self._closed.is_set():
+                raise StopIteration from None
+            raise
+        self.wait_seconds += time.monotonic() - started
+        leaves = (
+            blocks[0]
+            if len(blocks) == 1
+            else [np.concatenate(leaves) for leaves in zip(*blocks, strict=True)]
+        )
+        return Sample(tree.unflatten_as(self._layout.unroll_spec, leaves))
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        """Refuses: a queue has none.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError("a trajectory queue has no priorities; use a replay")
+
+    def close(self) -> None:
+        """Ends the reader; a blocked read ends within about three seconds. May be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._sampler.Close()
