@@ -13,7 +13,7 @@ unexport ENV LOGDIR ARGS
 
 PY = .venv/bin/python
 
-.PHONY: help train test lint lock venv build clean
+.PHONY: help train test slow lint lock venv build clean
 
 help:  ## Show this.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,8 +21,11 @@ help:  ## Show this.
 train: venv  ## Train: ENV=gymnasium:CartPole-v1 AGENT=vtrace LOGDIR=runs/... ARGS="--num_actors=2 ..."
 	@exec $(PY) -m programs.seed --env='$(ENV)' --agent='$(AGENT)' --logdir="$(LOGDIR)" $(ARGS)
 
-test: venv  ## Run the tests, all but the slow ones (those: ARGS="-m slow"; one file: ARGS=tests/...).
+test: venv  ## Run the tests, all but the slow ones (some of them: ARGS="tests/components -x").
 	@exec $(PY) -m pytest -m "not slow" $(ARGS)
+
+slow: venv  ## Run the slow tests: learning to the full target.
+	@exec $(PY) -m pytest -m slow -o faulthandler_timeout=7200 $(ARGS)
 
 lint: venv  ## Check style and types.
 	$(PY) -m ruff check .

@@ -1,0 +1,1 @@
+"""Programs: one file per graph. Run them with `python -m programs.<name>`."""

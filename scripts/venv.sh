@@ -103,7 +103,7 @@ install_packages() {
 make_venv() {
   local python count started=$SECONDS
   python=$(find_python) || exit 1
-  count=$(grep -c '==' requirements.lock)
+  count=$(grep -c '==' requirements.lock) || true
   say "making .venv with $("$python" --version) ($python)"
   rm -rf .venv
   if command -v uv >/dev/null; then

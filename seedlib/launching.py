@@ -19,7 +19,9 @@ from typing import Any
 
 import launchpad as lp
 from absl import logging
+from absl.testing import absltest
 from launchpad import context as lp_context
+from launchpad.nodes.python import local_multi_processing as lp_processes
 
 from seedlib import nodes
 
@@ -106,7 +108,7 @@ class ProcessProgram:
         self,
         program: lp.Program,
         log_directory: str | os.PathLike[str],
-        resources: Mapping[str, lp.PythonProcess] | None = None,
+        resources: Mapping[str, lp_processes.PythonProcess] | None = None,
         policies: Mapping[str, RestartPolicy] | None = None,
         grace: float = 20.0,
     ) -> None:
@@ -267,7 +269,7 @@ def _describe(code: int) -> str:
 
 
 def _commands(
-    program: lp.Program, resources: Mapping[str, lp.PythonProcess], grace: float
+    program: lp.Program, resources: Mapping[str, lp_processes.PythonProcess], grace: float
 ) -> list[tuple[str, Any, Any]]:
     """Returns `(group, node, command)` of each process, as Launchpad's own launcher makes them."""
     groups = program.groups
@@ -275,7 +277,7 @@ def _commands(
         for node in members:
             node._initialize_context(
                 lp_context.LaunchType.LOCAL_MULTI_PROCESSING,
-                launch_config=resources.get(label, lp.PythonProcess()),
+                launch_config=resources.get(label, lp_processes.PythonProcess()),
             )
     for label, members in groups.items():
         for node in members:
@@ -291,3 +293,41 @@ def _commands(
             command.command_as_list.append(f"--lp_termination_notice_secs={int(grace) + 10}")
             commands.append((label, node, command))
     return commands
+
+
+def run_threads(
+    program: lp.Program, launch_type: str, tick: Callable[[], None] = lambda: None
+) -> int:
+    """Runs a program as threads of this process, by Launchpad's own launcher.
+
+    Args:
+      program: what to run.
+      launch_type: "local_mt" or "test_mt".
+      tick: called a few times a second.
+
+    Returns:
+      0: a signal ends it like a node does.
+
+    Raises:
+      ProgramFailed: a node failed.
+    """
+    test_case = absltest.TestCase() if launch_type == "test_mt" else None
+    manager = lp.launch(program, launch_type=launch_type, test_case=test_case)
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            tick()
+
+    ticker = threading.Thread(target=show, name="progress")
+    ticker.start()
+    try:
+        manager.wait()
+    except Exception as error:
+        raise ProgramFailed(f"{type(error).__name__}: {error}") from error
+    finally:
+        ended.set()
+        ticker.join()
+        if test_case is not None:
+            test_case.doCleanups()
+    return 0

@@ -17,9 +17,12 @@ from typing import Any
 import launchpad as lp
 from absl import logging
 from launchpad import address as lp_address
+from launchpad.nodes import base as lp_base
 
 from seedlib import run_directory
-from seedlib.agents.agent import Agent
+from seedlib.agents.loading import AgentFactory
+from seedlib.components import actor as actor_lib
+from seedlib.components import configs
 
 RESTARTS_VARIABLE = "SEEDLIB_RESTARTS"
 """How often the launcher restarted this process; keeps an actor from replaying its streams."""
@@ -78,7 +81,7 @@ _INSTANCES = _Instances()
 _CURRENT = threading.local()
 
 
-class Handle(lp.Handle[Any]):
+class Handle(lp_base.Handle[Any]):
     """A node's component, or a client of it, whichever the place of dereferencing calls for."""
 
     def __init__(
@@ -204,7 +207,9 @@ def _local_port(address: lp_address.Address) -> int:
 class _QueueWorker:
     """Serves a trajectory queue."""
 
-    def __init__(self, agent: Callable[[], Agent], config: Any, address: Any) -> None:
+    def __init__(
+        self, agent: AgentFactory, config: configs.TrajectoryQueueConfig, address: Any
+    ) -> None:
         from seedlib.components import trajectory_queue
 
         self.component = trajectory_queue.TrajectoryQueue(
@@ -218,11 +223,11 @@ class _QueueWorker:
         self.component.stop()
 
 
-def _queue_layout(agent: Callable[[], Agent], config: Any) -> Any:
+def _queue_layout(agent: AgentFactory, config: configs.TrajectoryQueueConfig) -> Any:
     from seedlib.components import inference, trajectory_queue
 
     made = agent()
-    unroll = inference.unroll_specs(made, agent.environment_spec)  # type: ignore[attr-defined]
+    unroll = inference.unroll_specs(made, agent.environment_spec)
     return trajectory_queue.layout(unroll, made.batch_size, config)
 
 
@@ -230,8 +235,8 @@ def _queue_layout(agent: Callable[[], Agent], config: Any) -> Any:
 class _RemoteQueue:
     """Makes a client of a trajectory queue in another process."""
 
-    agent: Callable[[], Agent]
-    config: Any
+    agent: AgentFactory
+    config: configs.TrajectoryQueueConfig
 
     def __call__(self, address: str) -> Any:
         from seedlib.components import trajectory_queue
@@ -246,14 +251,14 @@ class TrajectoryQueue(Node):
 
     def __init__(
         self,
-        agent: Callable[[], Agent],
+        agent: AgentFactory,
         directory: run_directory.RunDirectory,
-        config: Any,
+        config: configs.TrajectoryQueueConfig,
     ) -> None:
         """Configures the queue.
 
         Args:
-          agent: an `AgentFactory`.
+          agent: makes the agent in the worker.
           directory: the run's.
           config: a `TrajectoryQueueConfig`.
         """
@@ -272,11 +277,11 @@ class _LearnerWorker:
 
     def __init__(
         self,
-        agent: Callable[[], Agent],
+        agent: AgentFactory,
         queue: Any,
         directory: run_directory.RunDirectory,
-        config: Any,
-        learner_config: Any,
+        config: configs.TrainerConfig,
+        learner_config: configs.LearnerConfig,
         inference_devices: int | None,
     ) -> None:
         from seedlib.components import devices, trainer
@@ -305,17 +310,17 @@ class Learner(Node):
 
     def __init__(
         self,
-        agent: Callable[[], Agent],
+        agent: AgentFactory,
         queue: Node | Handle,
         directory: run_directory.RunDirectory,
-        config: Any,
-        learner_config: Any,
+        config: configs.TrainerConfig,
+        learner_config: configs.LearnerConfig,
         inference_devices: int | None = None,
     ) -> None:
         """Configures the learner.
 
         Args:
-          agent: an `AgentFactory`.
+          agent: makes the agent in the worker.
           queue: the table that batches come from.
           directory: the run's.
           config: a `TrainerConfig`.
@@ -340,10 +345,10 @@ class _InferenceWorker:
 
     def __init__(
         self,
-        agent: Callable[[], Agent],
+        agent: AgentFactory,
         learner: Any,
         queue: Any,
-        config: Any,
+        config: configs.InferenceConfig,
         inference_devices: int | None,
         address: Any,
     ) -> None:
@@ -353,7 +358,7 @@ class _InferenceWorker:
         split = devices.split_devices(inference_devices)
         self.component = inference.InferenceServer(
             agent(),
-            agent.environment_spec,  # type: ignore[attr-defined]
+            agent.environment_spec,
             learner,
             queue.writer(),
             config,
@@ -394,17 +399,17 @@ class Inference(Node):
 
     def __init__(
         self,
-        agent: Callable[[], Agent],
+        agent: AgentFactory,
         learner: Node | Handle,
         queue: Node | Handle,
         directory: run_directory.RunDirectory,
-        config: Any,
+        config: configs.InferenceConfig,
         inference_devices: int | None = None,
     ) -> None:
         """Configures the server.
 
         Args:
-          agent: an `AgentFactory`.
+          agent: makes the agent in the worker.
           learner: where parameters come from.
           queue: where unrolls go.
           directory: the run's.
@@ -436,12 +441,10 @@ class _ActorWorker:
         environment_ids: Sequence[int],
         name: str,
         seed: int,
-        config: Any,
+        config: actor_lib.ActorConfig,
     ) -> None:
-        from seedlib.components import actor
-
-        self._actor = actor.EnvironmentActor(
-            actor.SerialEnvironments(
+        self._actor = actor_lib.EnvironmentActor(
+            actor_lib.SerialEnvironments(
                 environment,
                 environment_ids,
                 seed=seed,
@@ -484,7 +487,7 @@ class Actor(Node):
         policy: Node | Handle,
         environment_ids: Sequence[int],
         directory: run_directory.RunDirectory,
-        config: Any,
+        config: actor_lib.ActorConfig,
         name: str = "actor",
         seed: int = 0,
     ) -> None:

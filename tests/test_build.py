@@ -137,7 +137,7 @@ def test_every_import_of_the_project_has_its_dep_and_every_dep_exists():
         assert target["deps"] <= set(all_targets), label
         for source in target["srcs"]:
             files, _ = needed(source)
-            deps = {owned[file][0] for file in files} - {label}
+            deps = {owned.get(file, [file])[0] for file in files} - {label}
             missing += [(label, dep) for dep in deps - target["deps"]]
     assert missing == []
 

@@ -169,13 +169,15 @@ def test_the_batcher_knows_neither_grpc_nor_jax_nor_policies():
     assert "seedlib.agents.agent" not in names
 
 
-def test_nothing_in_the_library_knows_programs_and_only_nodes_know_launchpad():
+def test_nothing_in_the_library_knows_programs_and_only_the_graph_knows_launchpad():
+    # A part is usable without Launchpad; what makes it a node of a graph stands above it.
+    graph = ("seedlib.nodes", "seedlib.launching")
     for module in modules_below("seedlib"):
         names = imports(source_of(module))
         assert not tops(names) & {"programs", "tests", "benchmarks"}, module
-        if not is_below(module, "seedlib.nodes"):
+        if not is_below(module, *graph):
             assert "launchpad" not in tops(names), module
-            assert not any(is_below(name, "seedlib.nodes") for name in names), module
+            assert not any(is_below(name, *graph) for name in names), module
 
 
 LIGHT = [
@@ -213,6 +215,12 @@ def test_what_an_actor_uses_is_light_in_a_fresh_process():
     loaded = loaded_in_a_fresh_process(*LIGHT)
     assert not tops(loaded) & HEAVY
     assert set(LIGHT) <= loaded
+
+
+def test_what_a_run_leaves_is_written_and_drawn_without_heavy_imports_at_the_start():
+    modules = ("curve", "metrics", "progress", "run_directory")
+    loaded = loaded_in_a_fresh_process(*(f"seedlib.{module}" for module in modules))
+    assert not tops(loaded) & (HEAVY | {"matplotlib"})
 
 
 def test_importing_the_library_itself_costs_nothing():

@@ -290,15 +290,3 @@ def test_old_failures_are_moved_aside_and_kept(directory):
     for folder, text in ((first, "first run"), (second, "second run")):
         (name,) = os.listdir(folder)
         assert text in pathlib.Path(folder, name).read_text()
-
-
-def test_importing_it_brings_neither_jax_nor_tensorflow():
-    program = (
-        "import sys; from seedlib import curve, metrics, progress, run_directory\n"
-        "print([name for name in ('jax', 'tensorflow', 'reverb', 'matplotlib')"
-        " if name in sys.modules])"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
-    )
-    assert shown.stdout.strip() == "[]"

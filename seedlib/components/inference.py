@@ -28,9 +28,9 @@ from absl import logging
 from seedlib import specs, types
 from seedlib.agents.agent import Agent
 from seedlib.components import batcher as batcher_lib
+from seedlib.components import configs, tables, threads, unrolls
 from seedlib.components import episodes as episodes_lib
 from seedlib.components import parameters as parameters_lib
-from seedlib.components import tables, threads, unrolls
 from seedlib.components.transport import service
 
 # Columns of a row's header, int32.
@@ -50,44 +50,6 @@ class StepObserver(Protocol):
           episodes: the episodes that ended, of training and of evaluation, or None.
         """
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class InferenceConfig:
-    """How an inference server works.
-
-    Attributes:
-      max_environments: environments that may be connected to one inference device.
-      batch_sizes: padded sizes of device calls, ascending; each is compiled before the server is
-        ready.
-      minimum_batch_size: rows that a batch waits for, at most `batch_timeout` seconds.
-      batch_timeout: see there.
-      in_flight: batches given to a device at once.
-      seed: of every random stream.
-      step_timeout: seconds after which a request without an answer is an error.
-      run_token: what a hello must bring; "" asks for none.
-    """
-
-    max_environments: int
-    batch_sizes: tuple[int, ...]
-    minimum_batch_size: int = 1
-    batch_timeout: float = 0.01
-    in_flight: int = 2
-    seed: int = 0
-    step_timeout: float = 300.0
-    run_token: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuses settings that cannot be.
-
-        Raises:
-          ValueError: naming the field and the value.
-        """
-        for field in ("max_environments", "in_flight"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.step_timeout <= 0:
-            raise ValueError(f"step_timeout must be positive, got {self.step_timeout}")
 
 
 @dataclasses.dataclass
@@ -183,7 +145,7 @@ class InferenceServer:
         environment_spec: specs.EnvironmentSpec,
         parameters: parameters_lib.ParameterSource,
         sink: tables.UnrollSink | None,
-        config: InferenceConfig,
+        config: configs.InferenceConfig,
         devices: Sequence[jax.Device] | None = None,
         observer: StepObserver | None = None,
     ) -> None:
@@ -466,7 +428,7 @@ class _Lane:
         spec: specs.EnvironmentSpec,
         parameters: parameters_lib.ParameterSource,
         sink: tables.UnrollSink | None,
-        config: InferenceConfig,
+        config: configs.InferenceConfig,
         device: jax.Device,
         observer: StepObserver | None,
     ) -> None:

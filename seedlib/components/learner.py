@@ -23,8 +23,8 @@ from acme import core
 
 from seedlib import types
 from seedlib.agents.agent import Agent, Batch
+from seedlib.components import configs, tables, threads
 from seedlib.components import devices as devices_lib
-from seedlib.components import tables, threads
 
 
 class LearnerError(Exception):
@@ -37,34 +37,6 @@ class Publisher(Protocol):
     def publish(self, version: int, params: Any) -> None:
         """Takes a whole version; see `ParameterStore.publish`."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class LearnerConfig:
-    """How a learner works.
-
-    Attributes:
-      seed: of the initial state and of every update's random numbers.
-      prefetch: batches kept on the devices ahead of their use.
-      updates_in_flight: updates given to the devices before the oldest must have finished. 1 keeps
-        the policy lag lowest; 2 hides the host's work behind the devices'.
-      max_skipped_updates: skipped updates in a row that stop the run.
-    """
-
-    seed: int = 0
-    prefetch: int = 2
-    updates_in_flight: int = 1
-    max_skipped_updates: int = 3
-
-    def __post_init__(self) -> None:
-        """Refuses settings that cannot be.
-
-        Raises:
-          ValueError: naming the field and the value.
-        """
-        for field in ("prefetch", "updates_in_flight", "max_skipped_updates"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
 
 
 @dataclasses.dataclass
@@ -120,7 +92,7 @@ class Learner(core.Learner):
         source: tables.UnrollSource,
         split: devices_lib.DeviceSplit,
         publisher: Publisher | None = None,
-        config: LearnerConfig | None = None,
+        config: configs.LearnerConfig | None = None,
     ) -> None:
         """Makes the first training state and publishes it as version 0.
 
@@ -134,7 +106,7 @@ class Learner(core.Learner):
         Raises:
           ValueError: the training devices cannot share a batch evenly.
         """
-        config = config or LearnerConfig()
+        config = config or configs.LearnerConfig()
         split.check_batch_size(agent.batch_size)
         self._agent = agent
         self._source = source

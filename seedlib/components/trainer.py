@@ -15,39 +15,10 @@ from absl import logging
 
 from seedlib import metrics, run_directory
 from seedlib.agents.agent import Agent
-from seedlib.components import checkpointing, devices, monitor, parameters, tables, threads
+from seedlib.components import checkpointing, configs, devices, monitor, parameters, tables, threads
 from seedlib.components import episodes as episodes_lib
 from seedlib.components import inference as inference_lib
 from seedlib.components import learner as learner_lib
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerConfig:
-    """How a run goes on and ends.
-
-    Attributes:
-      num_steps: agent steps that end it; None trains until told to stop.
-      action_repeat: environment frames per agent step.
-      checkpoint_period: seconds between checkpoints.
-      report_period: seconds between rows of figures.
-    """
-
-    num_steps: int | None = None
-    action_repeat: int = 1
-    checkpoint_period: float = 60.0
-    report_period: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuses settings that cannot be.
-
-        Raises:
-          ValueError: naming the field and the value.
-        """
-        if self.num_steps is not None and self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
-        for field in ("checkpoint_period", "report_period"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
 
 
 class Trainer:
@@ -59,8 +30,8 @@ class Trainer:
         source: tables.UnrollSource,
         split: devices.DeviceSplit,
         directory: run_directory.RunDirectory,
-        config: TrainerConfig | None = None,
-        learner_config: learner_lib.LearnerConfig | None = None,
+        config: configs.TrainerConfig | None = None,
+        learner_config: configs.LearnerConfig | None = None,
     ) -> None:
         """Makes the learner, and restores it where the directory holds a checkpoint.
 
@@ -75,7 +46,7 @@ class Trainer:
         Raises:
           checkpointing.CheckpointError: the newest checkpoint is of another agent.
         """
-        self._config = config or TrainerConfig()
+        self._config = config or configs.TrainerConfig()
         self._directory = directory
         self._store = parameters.ParameterStore(split.inference)
         self.monitor = monitor.RunMonitor(self._config.num_steps, self._config.action_repeat)

@@ -21,40 +21,11 @@ import tree
 from absl import logging
 
 from seedlib import types
+from seedlib.components import configs
 from seedlib.components.tables import Sample, SinkClosed
 
 _TABLE = "trajectory_queue"
 _BLOCK_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class TrajectoryQueueConfig:
-    """How large a queue is.
-
-    Attributes:
-      capacity: unrolls that the table holds; at least one batch. None means two batches: one that
-        is read while another is written. A longer queue means older data.
-      unrolls_per_item: unrolls in one block; None takes the largest divisor of the batch size whose
-        block stays below a megabyte.
-      warn_seconds: a writer or reader that waits longer says so in the log, and again each time.
-    """
-
-    capacity: int | None = None
-    unrolls_per_item: int | None = None
-    warn_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        """Refuses sizes that cannot be.
-
-        Raises:
-          ValueError: naming the field and the value.
-        """
-        for field in ("capacity", "unrolls_per_item"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field} must be at least 1, got {value}")
-        if self.warn_seconds <= 0:
-            raise ValueError(f"warn_seconds must be positive, got {self.warn_seconds}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +54,7 @@ class QueueLayout:
 
 
 def layout(
-    unroll_spec: types.Unroll, batch_size: int, config: TrajectoryQueueConfig
+    unroll_spec: types.Unroll, batch_size: int, config: configs.TrajectoryQueueConfig
 ) -> QueueLayout:
     """Returns the layout of a queue.
 
@@ -112,7 +83,10 @@ class TrajectoryQueue:
     """Serves the table. Holds no thread of its own; Reverb's server does."""
 
     def __init__(
-        self, queue_layout: QueueLayout, config: TrajectoryQueueConfig, port: int | None = None
+        self,
+        queue_layout: QueueLayout,
+        config: configs.TrajectoryQueueConfig,
+        port: int | None = None,
     ) -> None:
         """Starts the server.
 
@@ -169,7 +143,7 @@ class TrajectoryQueueClient:
     """Makes writers and readers of a queue, and closes them. Any thread may use it."""
 
     def __init__(
-        self, address: str, queue_layout: QueueLayout, config: TrajectoryQueueConfig
+        self, address: str, queue_layout: QueueLayout, config: configs.TrajectoryQueueConfig
     ) -> None:
         """Connects to nothing yet.
 
@@ -213,7 +187,7 @@ class UnrollWriter:
     """Writes unrolls, in the order they come, in blocks. Any thread may use it."""
 
     def __init__(
-        self, address: str, queue_layout: QueueLayout, config: TrajectoryQueueConfig
+        self, address: str, queue_layout: QueueLayout, config: configs.TrajectoryQueueConfig
     ) -> None:
         """Connects to a queue.
 
@@ -303,7 +277,7 @@ class UnrollReader:
     """Reads batches of unrolls, each once, in order. Owned by one thread; any may close it."""
 
     def __init__(
-        self, address: str, queue_layout: QueueLayout, config: TrajectoryQueueConfig
+        self, address: str, queue_layout: QueueLayout, config: configs.TrajectoryQueueConfig
     ) -> None:
         """Connects to a queue. See `UnrollWriter`."""
         self._layout = queue_layout

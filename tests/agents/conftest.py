@@ -75,7 +75,7 @@ def _make_batch(
 ) -> agent_lib.Batch:
     rng = np.random.default_rng(seed + 1)
     batch, length = agent.batch_size, agent.unroll.window
-    params = agent.policy_params(agent.init(jax.random.PRNGKey(0)))
+    params = agent.policy_params(jax.eval_shape(agent.init, jax.random.PRNGKey(0)))
     inputs = _make_inputs(spec, batch, length, seed)
     state = agent.policy.initial_state(batch)
     extras = jax.eval_shape(

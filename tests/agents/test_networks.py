@@ -16,8 +16,8 @@ FIRST, MID = 0, 1
 def features(spec, inputs, **kwargs):
     """The torso's features of inputs `[N, ...]`, and its parameters."""
     transformed = hk.without_apply_rng(hk.transform(networks.make_torso(spec, **kwargs)))
-    params = transformed.init(jax.random.PRNGKey(0), inputs)
-    return transformed.apply(params, inputs), params
+    params = jax.jit(transformed.init)(jax.random.PRNGKey(0), inputs)
+    return jax.jit(transformed.apply)(params, inputs), params
 
 
 def only_steps(inputs, step):
@@ -119,9 +119,10 @@ def test_the_core_starts_afresh_where_a_step_is_first(vector_spec, make_inputs):
     inputs = inputs._replace(step_type=step_type.at[3, 0].set(FIRST))
     state = jax.tree.map(lambda x: x + 0.7, network.initial_state(2))
 
-    outputs, end = network.unroll(params, inputs, state)
+    unroll = jax.jit(network.unroll)
+    outputs, end = unroll(params, inputs, state)
     tail = jax.tree.map(lambda x: x[3:], inputs)._replace(step_type=step_type[3:])
-    fresh, fresh_end = network.unroll(params, tail, network.initial_state(2))
+    fresh, fresh_end = unroll(params, tail, network.initial_state(2))
 
     np.testing.assert_allclose(outputs[3:, 0], fresh[:, 0], atol=1e-6)
     np.testing.assert_allclose(end[1][0], fresh_end[1][0], atol=1e-6)
@@ -187,6 +188,6 @@ def test_without_a_core_there_is_no_loop_over_time(vector_spec, make_inputs):
     inputs = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), make_inputs(vector_spec, 2, 6))
     for lstm_size, loops in ((None, 0), (4, 1)):
         network = make_network(vector_spec, lstm_size=lstm_size)
-        params = network.init(jax.random.PRNGKey(0))
+        params = jax.eval_shape(network.init, jax.random.PRNGKey(0))
         jaxpr = jax.make_jaxpr(network.unroll)(params, inputs, network.initial_state(2))
         assert str(jaxpr).count("scan[") == loops

@@ -199,10 +199,10 @@ def test_loss_is_the_weighted_sum_of_its_three_terms():
     # On-policy, one valid transition of interest: V = 30, bootstrap 40, reward 3, discount .9:
     # target 39, advantage 9. log pi = -1.5, p = e^-1.5 = .223130:
     # policy 9 * 1.5 = 13.5; value 9^2 / 2 = 40.5;
-    # entropy 1.5*.223130 - .776870*ln(.776870) = .334695 + .196153 = .530848.
-    # Loss = 13.5 + .5*40.5 - .01*.530848 = 33.744692.
+    # entropy 1.5*.223130 - .776870*ln(.776870) = .334695 + .196146 = .530841.
+    # Loss = 13.5 + .5*40.5 - .01*.530841 = 33.744692.
     (_, result), _ = loss_and_gradient([MINUS_1_5] * 3, [False, False, True])
     np.testing.assert_allclose(result.metrics["policy_loss"][2], 13.5, rtol=1e-5)
     np.testing.assert_allclose(result.metrics["value_loss"][2], 40.5, rtol=1e-5)
-    np.testing.assert_allclose(result.metrics["entropy"][2], 0.530848, rtol=1e-5)
+    np.testing.assert_allclose(result.metrics["entropy"][2], 0.530841, rtol=1e-5)
     np.testing.assert_allclose(result.loss_tm1, [0, 0, 33.744692], rtol=1e-5)

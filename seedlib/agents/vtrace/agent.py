@@ -124,7 +124,7 @@ def _update(
     metrics = {
         **metrics,
         "loss": value,
-        "gradient_norm": optax.global_norm(gradient),
+        "gradient_norm": optax.tree.norm(gradient),
         "learning_rate": learning_rate,
     }
     return agent.Update(TrainingState(params, optimizer_state, state.updates + 1), metrics, None)

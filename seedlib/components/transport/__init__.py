@@ -1,0 +1,1 @@
+"""The wire between actors and inference: packed rows over streaming gRPC."""

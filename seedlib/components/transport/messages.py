@@ -324,8 +324,11 @@ class _Decoder:
         try:
             if "num_values" in content:
                 num_values = content["num_values"]
-                if type(num_values) is not int or shape != ():
+                if type(num_values) is not int or shape != () or dtype.kind not in "iu":
                     raise ValueError("num_values is malformed")
+                # DiscreteArray itself lets large numbers overflow.
+                if num_values > np.iinfo(dtype).max:
+                    raise ValueError(f"num_values {num_values} is out of range")
                 return dm_specs.DiscreteArray(num_values, dtype)
             if "minimum" in content:
                 minimum = _decode_bound(content["minimum"], dtype, shape)

@@ -15,6 +15,18 @@ from seedlib.components.transport import messages, wire
 from tests.components.transport import fakes
 
 _LIMIT = 1 << 20
+_WORDS = [
+    "leaf",
+    "dict",
+    "tuple",
+    "list",
+    "namedtuple",
+    "dtype",
+    "shape",
+    "minimum",
+    "maximum",
+    "num_values",
+]
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
@@ -166,7 +178,7 @@ def test_a_spec_nested_too_deep_is_refused():
 def test_the_limit_is_on_all_leaves_together():
     spec = {"list": [_leaf(shape=[1000])] * 3}  # 4000 bytes each.
     messages.decode_spec(spec, "observation", 12_000)
-    with pytest.raises(wire.WireError, match="observation/2: float32 .1000,.*11999 bytes"):
+    with pytest.raises(wire.WireError, match=r"observation/2: float32 .1000,.*11999 bytes"):
         messages.decode_spec(spec, "observation", 11_999)
 
 
@@ -176,8 +188,18 @@ _json = st.recursive(
         st.lists(part, max_size=4)
         | st.dictionaries(
             st.sampled_from(
-                ["leaf", "dict", "tuple", "list", "namedtuple", "dtype", "shape"]
-                + ["minimum", "maximum", "num_values"]
+                [
+                    "leaf",
+                    "dict",
+                    "tuple",
+                    "list",
+                    "namedtuple",
+                    "dtype",
+                    "shape",
+                    "minimum",
+                    "maximum",
+                    "num_values",
+                ]
             ),
             part | st.sampled_from(["<f4", "|b1", "<i4"]),
             max_size=4,

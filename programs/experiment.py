@@ -1,0 +1,380 @@
+"""What every program shares: flags, the parts of a run made from them, and launching.
+
+A program file holds its graph alone; see `programs/seed.py`.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import launchpad as lp
+from absl import app, flags, logging
+from launchpad.nodes.python import local_multi_processing as lp_processes
+
+import seedlib
+from programs import presets
+from seedlib import environments, launching, nodes, progress, run_directory, specs
+from seedlib.agents import loading
+from seedlib.components import actor as actor_lib
+from seedlib.components import batcher, configs
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string(
+    "env",
+    "gymnasium:CartPole-v1",
+    "Environment: catch, gymnasium:<id>, atari:<Game>, bsuite:<id>, synthetic:<HxWxC> or "
+    "<module>:<function>.",
+)
+flags.DEFINE_multi_string("env_option", [], "A setting of the environment, as name=value; repeat.")
+flags.DEFINE_string("agent", "vtrace", "Agent: vtrace, or <module>:<function>.")
+flags.DEFINE_multi_string("agent_option", [], "A setting of the agent, as name=value; repeat.")
+flags.DEFINE_integer("num_actors", None, "Actor processes. Default: by environment.", 1)
+flags.DEFINE_integer("envs_per_actor", None, "Environments per actor. Default: by environment.", 1)
+flags.DEFINE_integer("num_evaluators", 0, "Evaluator processes, with greedy actions.", 0)
+flags.DEFINE_integer(
+    "num_steps", None, "Agent steps over all training environments. Default: by environment.", 1
+)
+flags.DEFINE_integer("seed", 0, "Seed of everything random.", 0)
+flags.DEFINE_string("logdir", None, "Where the run leaves its files. Required.")
+flags.DEFINE_integer(
+    "inference_devices", None, "Local devices that infer. Default: a quarter; 0 shares all.", 0
+)
+flags.DEFINE_integer("minimum_batch_size", 1, "Rows that an inference batch waits for.", 1)
+flags.DEFINE_float("batch_timeout", 0.01, "Seconds that it waits for them at most.", 0.0)
+flags.DEFINE_integer("queue_capacity", None, "Unrolls in the queue. Default: two batches.", 1)
+flags.DEFINE_float("checkpoint_period", 60.0, "Seconds between checkpoints.", 0.001)
+flags.DEFINE_integer(
+    "max_restarts", 3, "Restarts of one actor within ten minutes, before the run fails.", 0
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A run's parts: what is the same in every graph.
+
+    Attributes:
+      program: the graph's name.
+      environment: makes environments in actors.
+      agent: makes the agent in learner and inference.
+      directory: the run's files.
+      num_actors: actor processes.
+      envs_per_actor: environments in each.
+      num_evaluators: evaluator processes.
+      num_steps: agent steps.
+      seed: of everything random.
+      inference_devices: see `split_devices`.
+      minimum_batch_size: see `InferenceConfig`.
+      batch_timeout: see `InferenceConfig`.
+      queue_capacity: see `TrajectoryQueueConfig`.
+      checkpoint_period: seconds between checkpoints.
+      max_restarts: restarts of one actor.
+      threshold: the return that counts as solved, for the picture.
+    """
+
+    program: str
+    environment: environments.EnvironmentFactory
+    agent: loading.AgentFactory
+    directory: run_directory.RunDirectory
+    num_actors: int
+    envs_per_actor: int
+    num_steps: int
+    num_evaluators: int = 0
+    seed: int = 0
+    inference_devices: int | None = None
+    minimum_batch_size: int = 1
+    batch_timeout: float = 0.01
+    queue_capacity: int | None = None
+    checkpoint_period: float = 60.0
+    max_restarts: int = 3
+    threshold: float | None = None
+
+    def config(self) -> dict[str, Any]:
+        """Returns everything needed to repeat the run."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("environment", "agent", "directory", "threshold")
+        }
+        return {
+            **fields,
+            "env": self.environment.name,
+            "env_options": dict(self.environment.options),
+            "agent": self.agent.name,
+            "agent_options": dict(self.agent.options),
+            "seedlib": seedlib.__version__,
+        }
+
+    def queue(self) -> nodes.TrajectoryQueue:
+        """Returns the node of the trajectory queue."""
+        return nodes.TrajectoryQueue(
+            self.agent, self.directory, configs.TrajectoryQueueConfig(capacity=self.queue_capacity)
+        )
+
+    def learner(self, queue: nodes.Node) -> nodes.Learner:
+        """Returns the learner's node."""
+        return nodes.Learner(
+            self.agent,
+            queue,
+            self.directory,
+            configs.TrainerConfig(
+                num_steps=self.num_steps,
+                action_repeat=self.environment.action_repeat,
+                checkpoint_period=self.checkpoint_period,
+            ),
+            configs.LearnerConfig(seed=self.seed),
+            self.inference_devices,
+        )
+
+    def inference(
+        self, learner: nodes.Node, queue: nodes.Node, actors: int | None = None
+    ) -> nodes.Inference:
+        """Returns an inference server's node.
+
+        Args:
+          learner: where parameters come from.
+          queue: where unrolls go.
+          actors: how many actors it serves; None means all.
+        """
+        actors = self.num_actors if actors is None else actors
+        environments_served = actors * self.envs_per_actor + self.num_evaluators
+        return nodes.Inference(
+            self.agent,
+            learner,
+            queue,
+            self.directory,
+            configs.InferenceConfig(
+                # An actor that is replaced before its stream is known to be dead needs room.
+                max_environments=environments_served + self.envs_per_actor,
+                batch_sizes=batcher.padded_sizes(self.envs_per_actor, actors),
+                minimum_batch_size=self.minimum_batch_size,
+                batch_timeout=self.batch_timeout,
+                seed=self.seed,
+            ),
+            self.inference_devices,
+        )
+
+    def actor(self, inference: nodes.Node, index: int) -> nodes.Actor:
+        """Returns the node of actor `index`."""
+        first = index * self.envs_per_actor
+        return nodes.Actor(
+            self.environment,
+            inference,
+            range(first, first + self.envs_per_actor),
+            self.directory,
+            actor_lib.ActorConfig(),
+            name=f"actor {index}",
+            seed=self.seed,
+        )
+
+    def evaluator(self, inference: nodes.Node, index: int) -> nodes.Actor:
+        """Returns the node of evaluator `index`: one environment, greedy actions."""
+        return nodes.Actor(
+            self.environment,
+            inference,
+            [self.num_actors * self.envs_per_actor + index],
+            self.directory,
+            actor_lib.ActorConfig(evaluate=True),
+            name=f"evaluator {index}",
+            seed=self.seed,
+        )
+
+
+def from_flags(program: str) -> Experiment:
+    """Returns the experiment that the flags describe; makes one environment to look at its spec.
+
+    Raises:
+      ValueError: a flag, environment, agent or spec that cannot be; one line for the user.
+    """
+    if not FLAGS.logdir:
+        raise ValueError("--logdir is required: where shall the run leave its files?")
+    environment = environments.load(FLAGS.env, **loading.parse_options(FLAGS.env_option))
+    preset = presets.preset(FLAGS.env)
+    options = {
+        **preset.agent.get(FLAGS.agent, {}),
+        **loading.parse_options(FLAGS.agent_option),
+    }
+    if ":" not in FLAGS.agent:
+        loading.config_of(FLAGS.agent, options)
+    sample = environment(seed=FLAGS.seed)
+    spec = specs.make_environment_spec(sample)
+    sample.close()
+
+    def choose(flag: int | None, default: int) -> int:
+        return default if flag is None else flag
+
+    return Experiment(
+        program=program,
+        environment=environment,
+        agent=loading.AgentFactory(FLAGS.agent, spec, options),
+        directory=run_directory.RunDirectory(FLAGS.logdir),
+        num_actors=choose(FLAGS.num_actors, preset.num_actors),
+        envs_per_actor=choose(FLAGS.envs_per_actor, preset.envs_per_actor),
+        num_steps=choose(FLAGS.num_steps, preset.num_steps),
+        num_evaluators=FLAGS.num_evaluators,
+        seed=FLAGS.seed,
+        inference_devices=FLAGS.inference_devices,
+        minimum_batch_size=FLAGS.minimum_batch_size,
+        batch_timeout=FLAGS.batch_timeout,
+        queue_capacity=FLAGS.queue_capacity,
+        checkpoint_period=FLAGS.checkpoint_period,
+        max_restarts=FLAGS.max_restarts,
+        threshold=preset.threshold,
+    )
+
+
+# What may change when a run goes on: how long, and how it is looked after.
+_MAY_DIFFER = ("num_steps", "checkpoint_period", "max_restarts", "num_evaluators", "seedlib")
+
+
+def launch(
+    program: lp.Program, experiment: Experiment, launch_type: str | None = None
+) -> dict[str, Any]:
+    """Runs a program to its end, with a live progress line, and draws its learning curve.
+
+    Args:
+      program: the graph.
+      experiment: its parts.
+      launch_type: Launchpad's; None takes the flag `--lp_launch_type`.
+
+    Returns:
+      The summary.
+
+    Raises:
+      run_directory.RunDirectoryError: the directory is of another run.
+      launching.ProgramFailed: a node failed; the first traceback was printed.
+    """
+    launch_type = launch_type or FLAGS.lp_launch_type
+    directory = experiment.directory
+    resumed = directory.prepare(experiment.config(), may_differ=_MAY_DIFFER)
+    with directory.claim(), progress.ProgressPrinter() as printer:
+        directory.clear_failures()
+        printer.message(f"{'Resuming' if resumed else 'Starting'} in {directory.path}")
+        before = directory.read_progress() or {}
+
+        def tick() -> None:
+            figures = directory.read_progress()
+            if figures is not None and figures != before:
+                printer.update(figures)
+
+        try:
+            number = _run(program, experiment, launch_type, tick)
+        except launching.ProgramFailed as error:
+            failure = directory.first_failure()
+            printer.close()
+            if failure is not None:
+                node, trace = failure
+                print(f"\n{node} failed:\n{trace}", file=sys.stderr)
+            raise launching.ProgramFailed(str(error)) from None
+        tick()
+    summary = directory.read_summary()
+    if summary is None:
+        raise launching.ProgramFailed("the program ended without a summary")
+    summary["signal"] = number
+    return summary
+
+
+def _run(
+    program: lp.Program, experiment: Experiment, launch_type: str, tick: Callable[[], None]
+) -> int:
+    """Launches, waits, and returns the signal that ended the program or 0."""
+    if launch_type in ("local_mp", "test_mp"):
+        return launching.ProcessProgram(
+            program,
+            experiment.directory.file("logs"),
+            resources=_resources(program),
+            policies={
+                group: launching.RestartPolicy(max_restarts=experiment.max_restarts)
+                for group in program.groups
+                if group in ("actor", "evaluator")
+            },
+        ).run(tick)
+    return launching.run_threads(program, launch_type, tick)
+
+
+def _resources(program: lp.Program) -> Mapping[str, lp_processes.PythonProcess]:
+    """Returns the processes' surroundings: actors leave accelerators and other cores alone."""
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    acting = {
+        **quiet,
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return {
+        group: lp_processes.PythonProcess(env=acting if group in ("actor", "evaluator") else quiet)
+        for group in program.groups
+    }
+
+
+def finish(experiment: Experiment, summary: Mapping[str, Any]) -> None:
+    """Draws the learning curve and says how the run went and where its files are."""
+    from seedlib import curve
+
+    directory = experiment.directory
+    picture = directory.file("curve.png")
+    try:
+        curve.draw_curve(
+            [directory],
+            picture,
+            label="learner",
+            threshold=experiment.threshold,
+            title=f"{experiment.environment.name}, {experiment.agent.name}, {experiment.program}",
+        )
+    except ValueError as error:  # No episode ended: there is nothing to draw.
+        picture = f"none ({error})"
+    mean = summary.get("return_mean_100")
+    print(
+        f"{summary['exit_reason']} after {summary['agent_steps']:,} agent steps "
+        f"({summary['environment_frames']:,} frames) in {summary['wall_seconds']:.0f} s: "
+        f"{summary['steps_per_second']:,.0f} steps/s, mean return of the last 100 episodes "
+        f"{'-' if mean is None else format(mean, '.2f')}\n"
+        f"curve:   {picture}\nsummary: {directory.file('summary.json')}"
+    )
+
+
+def main(name: str, graph: Callable[[Experiment], lp.Program]) -> None:
+    """Runs a program file: parses flags, launches the graph, and exits with a code.
+
+    0 at the step limit; 1 where a node failed; 2 for bad input; 128 + n when signal n ended it.
+
+    Args:
+      name: the graph's.
+      graph: makes it.
+    """
+    FLAGS.set_default("lp_launch_type", "local_mp")
+
+    def run(arguments: Sequence[str]) -> None:
+        logging.set_verbosity(logging.WARNING)
+        if len(arguments) > 1:
+            _complain(f"unknown argument {arguments[1]!r}")
+        with _one_line_errors():
+            experiment = from_flags(name)
+            program = graph(experiment)
+            try:
+                summary = launch(program, experiment)
+            except launching.ProgramFailed as error:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(1)
+        finish(experiment, summary)
+        if summary["exit_reason"] != "num_steps":
+            sys.exit(128 + (summary["signal"] or 15))
+
+    app.run(run)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turns what a user can cause into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, run_directory.RunDirectoryError) as error:
+        _complain(str(error))
+
+
+def _complain(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
