@@ -28,9 +28,9 @@ slow: venv  ## Run the slow tests: learning to the full target.
 	@exec $(PY) -m pytest -m slow -o faulthandler_timeout=7200 $(ARGS)
 
 lint: venv  ## Check style and types.
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	@# All three, also where the first has something to say.
+	@status=0; for check in "ruff check ." "ruff format --check ." "mypy"; do \
+	  echo "$$check"; $(PY) -m $$check || status=1; done; exit $$status
 
 lock:  ## Resolve requirements.lock anew from pyproject.toml (needs uv).
 	@command -v uv >/dev/null || { echo "make lock needs uv: python3 -m pip install uv" >&2; exit 1; }

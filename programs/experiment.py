@@ -5,6 +5,7 @@ A program file holds its graph alone; see `programs/seed.py`.
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from seedlib import environments, launching, nodes, progress, run_directory, spe
 from seedlib.agents import loading
 from seedlib.components import actor as actor_lib
 from seedlib.components import batcher, configs
+from seedlib.components import evaluator as evaluator_lib
 
 FLAGS = flags.FLAGS
 
@@ -34,6 +36,8 @@ flags.DEFINE_multi_string("agent_option", [], "A setting of the agent, as name=v
 flags.DEFINE_integer("num_actors", None, "Actor processes. Default: by environment.", 1)
 flags.DEFINE_integer("envs_per_actor", None, "Environments per actor. Default: by environment.", 1)
 flags.DEFINE_integer("num_evaluators", 0, "Evaluator processes, with greedy actions.", 0)
+flags.DEFINE_integer("evaluation_episodes", 10, "Episodes in a round of evaluation.", 1)
+flags.DEFINE_float("evaluation_period", 30.0, "Seconds from one round to the next.", 0.0)
 flags.DEFINE_integer(
     "num_steps", None, "Agent steps over all training environments. Default: by environment.", 1
 )
@@ -63,6 +67,8 @@ class Experiment:
       num_actors: actor processes.
       envs_per_actor: environments in each.
       num_evaluators: evaluator processes.
+      evaluation_episodes: see `EvaluatorConfig`.
+      evaluation_period: see `EvaluatorConfig`.
       num_steps: agent steps.
       seed: of everything random.
       inference_devices: see `split_devices`.
@@ -82,6 +88,8 @@ class Experiment:
     envs_per_actor: int
     num_steps: int
     num_evaluators: int = 0
+    evaluation_episodes: int = 10
+    evaluation_period: float = 30.0
     seed: int = 0
     inference_devices: int | None = None
     minimum_batch_size: int = 1
@@ -169,14 +177,16 @@ class Experiment:
             seed=self.seed,
         )
 
-    def evaluator(self, inference: nodes.Node, index: int) -> nodes.Actor:
+    def evaluator(self, inference: nodes.Node, index: int) -> nodes.Evaluator:
         """Returns the node of evaluator `index`: one environment, greedy actions."""
-        return nodes.Actor(
+        return nodes.Evaluator(
             self.environment,
             inference,
             [self.num_actors * self.envs_per_actor + index],
             self.directory,
-            actor_lib.ActorConfig(evaluate=True),
+            evaluator_lib.EvaluatorConfig(
+                episodes=self.evaluation_episodes, period=self.evaluation_period
+            ),
             name=f"evaluator {index}",
             seed=self.seed,
         )
@@ -214,6 +224,8 @@ def from_flags(program: str) -> Experiment:
         envs_per_actor=choose(FLAGS.envs_per_actor, preset.envs_per_actor),
         num_steps=choose(FLAGS.num_steps, preset.num_steps),
         num_evaluators=FLAGS.num_evaluators,
+        evaluation_episodes=FLAGS.evaluation_episodes,
+        evaluation_period=FLAGS.evaluation_period,
         seed=FLAGS.seed,
         inference_devices=FLAGS.inference_devices,
         minimum_batch_size=FLAGS.minimum_batch_size,
@@ -226,7 +238,15 @@ def from_flags(program: str) -> Experiment:
 
 
 # What may change when a run goes on: how long, and how it is looked after.
-_MAY_DIFFER = ("num_steps", "checkpoint_period", "max_restarts", "num_evaluators", "seedlib")
+_MAY_DIFFER = (
+    "num_steps",
+    "checkpoint_period",
+    "max_restarts",
+    "num_evaluators",
+    "evaluation_episodes",
+    "evaluation_period",
+    "seedlib",
+)
 
 
 def launch(
@@ -286,9 +306,11 @@ def _run(
             experiment.directory.file("logs"),
             resources=_resources(program),
             policies={
-                group: launching.RestartPolicy(max_restarts=experiment.max_restarts)
-                for group in program.groups
-                if group in ("actor", "evaluator")
+                "actor": launching.RestartPolicy(max_restarts=experiment.max_restarts),
+                # Training does not depend on evaluation.
+                "evaluator": launching.RestartPolicy(
+                    max_restarts=experiment.max_restarts, fatal=False
+                ),
             },
         ).run(tick)
     return launching.run_threads(program, launch_type, tick)
@@ -296,7 +318,10 @@ def _run(
 
 def _resources(program: lp.Program) -> Mapping[str, lp_processes.PythonProcess]:
     """Returns the processes' surroundings: actors leave accelerators and other cores alone."""
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    # One thread of XLA for each of learner and inference: on a CPU a pool of threads for every
+    # matrix product costs more than it gains, and fights the actors for cores.
+    xla = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla}
     acting = {
         **quiet,
         "CUDA_VISIBLE_DEVICES": "",

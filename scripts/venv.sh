@@ -84,15 +84,15 @@ quietly() {
   fi
 }
 
-# The sdists in the lock are built with the setuptools and the wheel of the lock, not with whatever
-# is newest on the day; so these two come first and the rest is built without isolation.
-build_tools() { awk '/^[^ ]/ { on = /^(setuptools|wheel)==/ } on' requirements.lock; }
+# The sdists in the lock are built with the setuptools and the wheel (which needs packaging) of the
+# lock, not with whatever is newest on the day; so these come first, and nothing is isolated.
+build_tools() { awk '/^[^ ]/ { on = /^(packaging|setuptools|wheel)==/ } on' requirements.lock; }
 
 install_packages() {
   local tools installer=("$@")
   tools=$(mktemp)
   build_tools >"$tools"
-  quietly "${installer[@]}" --require-hashes -r "$tools" &&
+  quietly "${installer[@]}" --no-deps --require-hashes -r "$tools" &&
     quietly "${installer[@]}" --no-build-isolation --require-hashes -r requirements.lock || {
     rm -f "$tools"
     return 1

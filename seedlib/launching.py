@@ -41,11 +41,13 @@ class RestartPolicy:
         program.
       window: see there.
       delay: seconds before the first restart; doubles with each in the window.
+      fatal: whether one failure too many ends the program, or only leaves the process out.
     """
 
     max_restarts: int = 0
     window: float = 600.0
     delay: float = 0.5
+    fatal: bool = True
 
     def __post_init__(self) -> None:
         """Refuses numbers that cannot be.
@@ -218,7 +220,11 @@ class ProcessProgram:
             worker.failures = [at for at in worker.failures if now - at < policy.window] + [now]
             if len(worker.failures) > policy.max_restarts:
                 worker.finished = True
-                return ProgramFailed(f"{worker.title} {_describe(code)}; its log is {worker.log}")
+                text = f"{worker.title} {_describe(code)}; its log is {worker.log}"
+                if policy.fatal:
+                    return ProgramFailed(text)
+                logging.error("%s; the program goes on without it", text)
+                continue
             delay = policy.delay * 2 ** (len(worker.failures) - 1)
             logging.warning("%s %s; restart in %.1f s", worker.title, _describe(code), delay)
             worker.restarts += 1

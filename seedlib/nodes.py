@@ -19,10 +19,11 @@ from absl import logging
 from launchpad import address as lp_address
 from launchpad.nodes import base as lp_base
 
-from seedlib import run_directory
+from seedlib import metrics, run_directory
 from seedlib.agents.loading import AgentFactory
 from seedlib.components import actor as actor_lib
 from seedlib.components import configs
+from seedlib.components import evaluator as evaluator_lib
 
 RESTARTS_VARIABLE = "SEEDLIB_RESTARTS"
 """How often the launcher restarted this process; keeps an actor from replaying its streams."""
@@ -511,5 +512,91 @@ class Actor(Node):
             name,
             seed,
             config,
+            directory=directory,
+        )
+
+
+class _EvaluatorWorker:
+    """Plays evaluation rounds, and writes their figures to `evaluation.csv`."""
+
+    component = None
+
+    def __init__(
+        self,
+        environment: Callable[[int], Any],
+        policy: Any,
+        environment_ids: Sequence[int],
+        name: str,
+        seed: int,
+        config: evaluator_lib.EvaluatorConfig,
+        directory: run_directory.RunDirectory,
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._evaluator = evaluator_lib.Evaluator(
+            actor_lib.SerialEnvironments(
+                environment,
+                environment_ids,
+                seed=seed,
+                evaluate=True,
+                incarnation=int(os.environ.get(RESTARTS_VARIABLE, "0")),
+            ),
+            policy,
+            environment_ids,
+            name,
+            config,
+        )
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Plays until stopped."""
+        logger = metrics.MetricsLogger(
+            self._directory, self._name.replace(" ", "-"), tensorboard=False
+        )
+
+        def report(figures: dict[str, Any]) -> None:
+            progress = self._directory.read_progress() or {}
+            logger.write({"agent_steps": progress.get("agent_steps", 0), **figures})
+
+        try:
+            with _leave_quietly(stop):
+                self._evaluator.run(stop, report, lp.wait_for_stop)
+        finally:
+            logger.close()
+
+
+class Evaluator(Node):
+    """An evaluator. Nobody needs its handle."""
+
+    def __init__(
+        self,
+        environment: Callable[[int], Any],
+        policy: Node | Handle,
+        environment_ids: Sequence[int],
+        directory: run_directory.RunDirectory,
+        config: evaluator_lib.EvaluatorConfig,
+        name: str = "evaluator",
+        seed: int = 0,
+    ) -> None:
+        """Configures the evaluator.
+
+        Args:
+          environment: `environment(seed) -> dm_env.Environment`.
+          policy: an `Inference` node.
+          environment_ids: one for each environment, unique in the run.
+          directory: the run's.
+          config: how it plays.
+          name: for messages, and of its CSV.
+          seed: the run's.
+        """
+        super().__init__(
+            name,
+            _EvaluatorWorker,
+            environment,
+            policy,
+            tuple(environment_ids),
+            name,
+            seed,
+            config,
+            directory,
             directory=directory,
         )

@@ -20,6 +20,12 @@ from seedlib import specs, types
 from seedlib.components.transport import backoff, service
 
 
+# Kinds of numbers that an array of a kind can hold; fractions and text are not cut to fit.
+_STORABLE = {"f": "fiub", "i": "iub", "u": "iub", "b": "iub"}
+# Longest attempt to open a session, so that an actor that is told to stop does.
+_OPEN_TIMEOUT = 5.0
+
+
 class EnvironmentFailure(Exception):
     """An environment failed more often than an actor may rebuild it."""
 
@@ -61,9 +67,11 @@ class ActorConfig:
     """How an actor behaves when things go wrong.
 
     Attributes:
-      max_failures: failures of environments within `failure_window` seconds that end the actor.
+      max_failures: failures of environments that an actor survives within `failure_window` seconds;
+        one more ends it.
       failure_window: see there.
-      connect_timeout: seconds that the service may be out of reach before the actor gives up.
+      connect_timeout: seconds, from the first failed call, that the service may be out of reach
+        before the actor gives up.
       step_timeout: seconds to wait for an answer.
       run_token: what the service asks for.
       evaluate: whether the environments only evaluate.
@@ -145,6 +153,7 @@ class SerialEnvironments:
         self._single = len(paths) == 1 and paths[0][0] == ()
         self._floats = [
             ("reward", (), self._time_steps.reward),
+            ("discount", (), self._time_steps.discount),
             *(leaf for leaf in self._leaves if leaf[2].dtype.kind == "f"),
         ]
         # Actions are handed over in the dtype of the environment's own spec.
@@ -176,14 +185,15 @@ class SerialEnvironments:
             for index in range(self.size):
                 self._one(index, None)
         elif self._plain_action:
-            for index, action in enumerate(np.asarray(actions, self._action_spec.dtype)):
+            # A copy, since actions may be read-only and environments may write to theirs.
+            for index, action in enumerate(np.array(actions, self._action_spec.dtype)):
                 self._one(index, action)
         else:
             for index in range(self.size):
                 self._one(
                     index,
                     tree.map_structure(
-                        lambda spec, leaf, row=index: np.asarray(leaf[row], spec.dtype),
+                        lambda spec, leaf, row=index: np.array(leaf[row], spec.dtype),
                         self._action_spec,
                         actions,
                     ),
@@ -207,6 +217,9 @@ class SerialEnvironments:
             try:
                 self._environments[index] = self._build(index)
                 self._store(index, self._environments[index].reset())
+                for path, _, array in self._floats:
+                    if not np.isfinite(array[index]).all():
+                        raise specs.SpecError(f"{path} is not finite")
                 return
             except Exception as again:
                 self._note_failure(index, again)
@@ -226,18 +239,21 @@ class SerialEnvironments:
         step_type, reward, discount, observation = time_step
         target = self._time_steps
         target.step_type[index] = step_type
-        try:
-            target.reward[index] = 0.0 if reward is None else reward
-            target.discount[index] = 1.0 if discount is None else discount
-        except (TypeError, ValueError):
-            raise specs.SpecError(
-                f"reward and discount must be one number each, got {reward!r} and {discount!r}"
-            ) from None
+        target.reward[index] = 0.0 if reward is None else _number("reward", reward)
+        target.discount[index] = 1.0 if discount is None else _number("discount", discount)
         leaves = (observation,) if self._single else tree.flatten(observation)
+        if len(leaves) != len(self._leaves):
+            raise specs.SpecError(
+                f"observation: expected {len(self._leaves)} arrays, got {len(leaves)}"
+            )
         for (path, shape, array), leaf in zip(self._leaves, leaves, strict=True):
-            if np.shape(leaf) != shape:  # An assignment would broadcast in silence.
-                raise specs.SpecError(f"{path}: expected shape {shape}, got {np.shape(leaf)}")
-            array[index] = leaf
+            value = np.asarray(leaf)
+            # An assignment would broadcast, round and parse text, all in silence.
+            if value.shape != shape or value.dtype.kind not in _STORABLE[array.dtype.kind]:
+                raise specs.SpecError(
+                    f"{path}: expected {array.dtype} {shape}, got {value.dtype} {value.shape}"
+                )
+            array[index] = value
 
     def _note_failure(self, index: int, error: Exception) -> None:
         now = time.monotonic()
@@ -262,6 +278,20 @@ class SerialEnvironments:
         """See `BatchedEnvironment.close`."""
         for i, environment in zip(self._ids, self._environments, strict=True):
             close_quietly(environment, f"environment {i}")
+
+
+def _number(name: str, value: Any) -> Any:
+    """Returns a reward or discount, which may have the shape `(1,)`, as one number.
+
+    Raises:
+      SpecError: it is none.
+    """
+    if type(value) is float:
+        return value
+    array = np.asarray(value)
+    if array.shape not in ((), (1,)) or array.dtype.kind not in _STORABLE["f"]:
+        raise specs.SpecError(f"{name}: expected one number, got {array.dtype} {array.shape}")
+    return array.reshape(())
 
 
 def close_quietly(environment: Any, name: str) -> None:
@@ -308,6 +338,11 @@ class EnvironmentActor:
         self._time_steps: dm_env.TimeStep | None = None
         self.reconnections = -1
 
+    @property
+    def time_steps(self) -> dm_env.TimeStep | None:
+        """The environments' newest time steps; None before the first."""
+        return self._time_steps
+
     def step(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Gets an action for every environment and steps them.
 
@@ -327,19 +362,24 @@ class EnvironmentActor:
         """
         if self._time_steps is None:
             self._time_steps = self._environment.step(None)
-        deadline = time.monotonic() + self._config.connect_timeout
+        patience = self._config.connect_timeout
+        deadline: float | None = None  # Known once the service is out of reach.
         delays = backoff.Backoff(initial=0.05, maximum=2.0, seed=self._ids[0])
         while not stop():
             try:
                 if self._session is None:
-                    self._session = self._open(max(0.1, deadline - time.monotonic()))
+                    left = patience if deadline is None else deadline - time.monotonic()
+                    self._session = self._open(min(max(0.1, left), _OPEN_TIMEOUT))
                 actions = self._session.step(self._time_steps, self._config.step_timeout)
                 break
             except (service.Unavailable, service.Fenced) as error:
-                self._disconnect()
+                self.disconnect()
                 if isinstance(error, service.Fenced):
                     raise
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if deadline is None:
+                    deadline = now + patience
+                if now >= deadline:
                     raise
                 logging.log_every_n_seconds(
                     logging.WARNING, "%s: %s; trying again", 5, self._actor_id, error
@@ -367,7 +407,8 @@ class EnvironmentActor:
         self.reconnections += 1
         return session
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
+        """Closes the session, if there is one; the environments stay as they are."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -378,5 +419,5 @@ class EnvironmentActor:
             while not stop() and self.step(stop):
                 pass
         finally:
-            self._disconnect()
+            self.disconnect()
             self._environment.close()

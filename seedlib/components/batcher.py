@@ -12,8 +12,10 @@ import collections
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tree
 
 from seedlib import specs, types
@@ -25,6 +27,10 @@ class BatcherClosed(Exception):
 
 class RequestTimeout(Exception):
     """No answer, or no room in a batch, within the time that the caller gave."""
+
+
+class RequestCancelled(Exception):
+    """The caller of `submit` stopped wanting an answer while it waited for room."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Request:
       stop: one past its last row.
     """
 
-    __slots__ = ("_answered", "_error", "_result", "start", "stop", "tag")
+    __slots__ = ("_answered", "_claimed", "_error", "_result", "start", "stop", "tag")
 
     def __init__(self, tag: Any, start: int, stop: int) -> None:
         """Made by `RequestBatcher.submit`."""
@@ -88,6 +94,7 @@ class Request:
         # A bare lock is the cheapest thing to wait on: an Event costs three objects a request.
         self._answered = threading.Lock()
         self._answered.acquire()
+        self._claimed = threading.Lock()
 
     def result(self, timeout: float | None = None) -> types.Nested:
         """Waits for the answer: the request's rows of what the consumer completed.
@@ -107,7 +114,15 @@ class Request:
             raise self._error
         return self._result
 
+    def cancel(self, error: BaseException) -> None:
+        """Wakes who waits with `error`, unless there is an answer. The rows stay in the batch."""
+        self._answer(None, error)
+
     def _answer(self, result: types.Nested, error: BaseException | None) -> None:
+        # The batch, its failure, a cancellation and the batcher's end may all come at once, from
+        # several threads; the first one counts.
+        if not self._claimed.acquire(blocking=False):
+            return
         self._result = result
         self._error = error
         self._answered.release()
@@ -144,8 +159,15 @@ class Batch:
         return tree.map_structure(lambda leaf: leaf[:padded], self._buffer)
 
     def complete(self, outputs: types.Nested) -> None:
-        """Answers every request with its rows of `outputs`, leaves `[>= size, ...]`."""
+        """Answers every request with its rows of `outputs`, leaves `[>= size, ...]`.
+
+        Raises:
+          ValueError: a leaf has fewer rows; nobody is answered.
+        """
         leaves = tree.flatten(outputs)
+        for leaf in leaves:
+            if not leaf.shape or leaf.shape[0] < self.size:
+                raise ValueError(f"a batch of {self.size} rows got an answer of shape {leaf.shape}")
         for request in self._take_requests():
             start, stop = request.start, request.stop
             rows = tree.unflatten_as(outputs, [leaf[start:stop] for leaf in leaves])
@@ -197,7 +219,10 @@ class RequestBatcher:
         """
         self._config = config
         self._capacity = config.batch_sizes[-1]
-        self._shapes = [tuple(leaf.shape) for leaf in tree.flatten(row_spec)]
+        self._leaf_specs = [
+            ("/".join(map(str, path)), tuple(leaf.shape), np.dtype(leaf.dtype))
+            for path, leaf in tree.flatten_with_path(row_spec)
+        ]
         self._condition = threading.Condition(threading.Lock())
         self._free = collections.deque(
             specs.zeros(row_spec, (self._capacity,)) for _ in range(config.buffers)
@@ -213,33 +238,35 @@ class RequestBatcher:
         """What the batcher was made with."""
         return self._config
 
-    def submit(self, rows: types.Nested, tag: Any = None, timeout: float | None = None) -> Request:
+    def submit(
+        self,
+        rows: types.Nested,
+        tag: Any = None,
+        timeout: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Request:
         """Copies rows into the batch that is filling; a request's rows are never split.
 
         Args:
           rows: nested arrays `[n, ...]` of the row spec's structure, 1 <= n <= largest batch size.
           tag: handed to the consumer with the request.
           timeout: seconds to wait for room; None waits until the batcher is closed.
+          cancelled: asked while there is no room, and again after each `wake`.
 
         Returns:
           The request, to wait on.
 
         Raises:
-          ValueError: more rows than the largest batch, or leaves of other shapes than the spec's.
+          ValueError: more rows than the largest batch, or leaves of other shapes or dtypes than
+            the spec's; the message names the path. Nothing was taken.
           RequestTimeout: no room within `timeout`.
+          RequestCancelled: `cancelled` was true before there was room.
           BatcherClosed: the batcher is closed.
         """
         leaves = tree.flatten(rows)
-        count = len(leaves[0])
-        if not 1 <= count <= self._capacity:
-            raise ValueError(
-                f"a request has {count} rows; the largest batch size is {self._capacity}"
-            )
-        for shape, leaf in zip(self._shapes, leaves, strict=True):
-            if leaf.shape[1:] != shape or len(leaf) != count:
-                raise ValueError(f"expected rows of shape {(count, *shape)}, got {leaf.shape}")
+        count = self._check(leaves)
         with self._condition:
-            batch = self._reserve(count, timeout)
+            batch = self._reserve(count, timeout, cancelled)
             start = batch.size
             batch.size += count
             # The copy itself runs outside the lock; the consumer waits for it before it reads.
@@ -255,7 +282,24 @@ class RequestBatcher:
                 self._condition.notify_all()
         return request
 
-    def _reserve(self, count: int, timeout: float | None) -> Batch:
+    def _check(self, leaves: list[np.ndarray]) -> int:
+        """Returns the number of rows. What passes can be copied: no row is left half written."""
+        if len(leaves) != len(self._leaf_specs):
+            raise ValueError(f"expected {len(self._leaf_specs)} leaves, got {len(leaves)}")
+        count = leaves[0].shape[0] if leaves[0].shape else 0
+        if not 1 <= count <= self._capacity:
+            raise ValueError(
+                f"a request has {count} rows; the largest batch size is {self._capacity}"
+            )
+        for (path, shape, dtype), leaf in zip(self._leaf_specs, leaves, strict=True):
+            if leaf.shape[1:] != shape or leaf.shape[:1] != (count,) or leaf.dtype != dtype:
+                raise ValueError(
+                    f"{path or 'rows'}: expected {dtype} {(count, *shape)}, "
+                    f"got {leaf.dtype} {leaf.shape}"
+                )
+        return count
+
+    def _reserve(self, count: int, timeout: float | None, cancelled: Callable[[], bool]) -> Batch:
         """Returns the filling batch with room for `count` rows. Holds the lock."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -270,6 +314,8 @@ class RequestBatcher:
                 self._filling = Batch(self, self._free.popleft())
                 self._filling.first_submit = time.monotonic()
                 return self._filling
+            if cancelled():
+                raise RequestCancelled("cancelled while there was no room")
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 raise RequestTimeout(
@@ -308,10 +354,12 @@ class RequestBatcher:
             else:
                 assert self._filling is not None
                 batch, self._filling = self._filling, None
+            self._taken.add(batch)  # So that `close` finds it while this waits.
             # Nobody joins a batch that is taken; those still copying finish in microseconds.
             while batch._copying:
                 self._condition.wait()
-            self._taken.add(batch)
+            if self._closed:
+                raise BatcherClosed("the batcher is closed")
             sizes = self._config.batch_sizes
             batch.padded_size = sizes[bisect.bisect_left(sizes, batch.size)]
             batch.wait_seconds = time.monotonic() - batch.first_submit
@@ -337,6 +385,11 @@ class RequestBatcher:
         with self._condition:
             self._free.append(buffer)
             self._taken = {batch for batch in self._taken if batch._open}
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Lets those who wait for room ask again whether they are cancelled."""
+        with self._condition:
             self._condition.notify_all()
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from seedlib.components import parameters as parameters_lib
 from seedlib.components.transport import service
 
 # Columns of a row's header, int32.
-_SLOT, _ENVIRONMENT, _INCARNATION, _STEP, _FLAGS = range(5)
+_SLOT, _ENVIRONMENT, _INCARNATION, _STEP, _FLAGS, _KEY, _COLUMNS = 0, 1, 2, 3, 4, 5, 7
 _FRESH, _EVALUATE = 1, 2
 _STEP_MASK = 0x7FFFFFFF
 
@@ -214,20 +214,24 @@ class InferenceServer:
         with self._lock:
             if self._stopped:
                 raise service.Unavailable("the inference server is stopped")
-            for session in {
-                self._sessions[i] for i in hello.environment_ids if i in self._sessions
-            }:
-                logging.info("%s: replaced by %s", session.name, hello.actor_id)
-                self._fenced += 1
-                self._forget(session, service.Fenced(f"replaced by {hello.actor_id}"))
-            lane = max(self._lanes, key=lambda lane: len(lane.free_slots))
+            replaced = {self._sessions[i] for i in hello.environment_ids if i in self._sessions}
+
+            def room(lane: _Lane) -> int:
+                freed = sum(len(session.slots) for session in replaced if session.lane is lane)
+                return len(lane.free_slots) + freed
+
+            lane = max(self._lanes, key=room)
             count = len(hello.environment_ids)
-            if count > len(lane.free_slots):
+            if count > room(lane):  # Before anybody is fenced off in vain.
                 limit = self._config.max_environments
                 raise service.Refused(
                     f"{hello.actor_id} brings {count} environments, but only "
-                    f"{len(lane.free_slots)} of max_environments={limit} are free"
+                    f"{room(lane)} of max_environments={limit} are free"
                 )
+            for session in replaced:
+                logging.info("%s: replaced by %s", session.name, hello.actor_id)
+                self._fenced += 1
+                self._forget(session, service.Fenced(f"replaced by {hello.actor_id}"))
             slots = [lane.free_slots.pop() for _ in range(count)]
             incarnations = [self._incarnations.get(i, 0) for i in hello.environment_ids]
             for i, incarnation in zip(hello.environment_ids, incarnations, strict=True):
@@ -352,19 +356,23 @@ class _Session:
         self.alive = True
         self._server = server
         self._reason: service.PolicyServiceError | None = None
+        self._pending: batcher_lib.Request | None = None
         self._index = 0
         self._evaluate = _EVALUATE if hello.evaluate else 0
         self._timeout = lane.config.step_timeout
-        self._header = np.zeros((len(slots), 5), np.int32)
+        self._header = np.zeros((len(slots), _COLUMNS), np.int32)
         self._header[:, _SLOT] = slots
         self._header[:, _ENVIRONMENT] = hello.environment_ids
         self._header[:, _INCARNATION] = incarnations
         self._header[:, _FLAGS] = _FRESH | self._evaluate
+        self._header[:, _KEY:] = _session_keys(
+            lane.config.seed, self._header[:, [_ENVIRONMENT, _INCARNATION]]
+        ).view(np.int32)
+        leaves = tree.flatten_with_path(specs.time_step_spec(lane.spec))
+        self._leaf_count = len(leaves)
         self._floats = [
             (path, number)
-            for number, (path, leaf) in enumerate(
-                tree.flatten_with_path(specs.time_step_spec(lane.spec))
-            )
+            for number, (path, leaf) in enumerate(leaves)
             if np.dtype(leaf.dtype).kind == "f"
         ]
 
@@ -372,38 +380,65 @@ class _Session:
         """See `service.Session.step`."""
         if self._reason is not None:
             raise self._reason
-        self._check(time_steps)
         timeout = self._timeout if timeout is None else timeout
         self._header[:, _STEP] = self._index & _STEP_MASK
         try:
-            request = self.lane.batcher.submit((time_steps, self._header), self, timeout)
-            actions = request.result(timeout)
-        except batcher_lib.BatcherClosed:
+            actions = self._submit(time_steps, timeout).result(timeout)
+        except (batcher_lib.BatcherClosed, batcher_lib.RequestCancelled):
             raise self._reason or service.Unavailable("the inference server is stopped") from None
         except batcher_lib.RequestTimeout as error:
             # The answer may still come, to nobody; the session's order is lost, so it ends.
             self.close()
             raise service.Unavailable(f"{self.name}: {error}") from None
-        except ValueError as error:
-            raise service.Refused(f"{self.name}: {error}") from None
         self._index += 1
         self._header[:, _FLAGS] = self._evaluate
         return actions
 
+    def _submit(self, time_steps: dm_env.TimeStep, timeout: float) -> batcher_lib.Request:
+        """Puts a request on its way; a bad one ends the session."""
+        try:
+            self._check(time_steps)
+            request = self.lane.batcher.submit(
+                (time_steps, self._header), self, timeout, lambda: self._reason is not None
+            )
+        except ValueError as error:
+            self.close()
+            raise service.Refused(f"{self.name}: {error}") from None
+        self._pending = request
+        if self._reason is not None:  # Ended while the request was on its way.
+            request.cancel(self._reason)
+        return request
+
     def _check(self, time_steps: dm_env.TimeStep) -> None:
-        """Keeps values out that would poison a whole batch or its training."""
-        if (np.asarray(time_steps.step_type) > 2).any():
-            raise service.Refused(f"{self.name}: step_type must be 0, 1 or 2")
+        """Keeps values out that would poison a whole batch or its training.
+
+        Structure, shapes and dtypes are the batcher's to check; here they may be anything.
+
+        Raises:
+          ValueError: naming the environment and the leaf.
+        """
+        step_type = np.asarray(time_steps.step_type)
+        rows = (len(self.slots),)
+        if step_type.shape == rows and (step_type > 2).any():
+            row = int(np.argmax(step_type > 2))
+            raise ValueError(
+                f"environment {self.environment_ids[row]}: step_type must be 0, 1 or 2, got "
+                f"{step_type[row]}"
+            )
         leaves = tree.flatten(time_steps)
+        if len(leaves) != self._leaf_count:
+            return
         for path, number in self._floats:
             leaf = leaves[number]
+            if leaf.shape[:1] != rows or leaf.dtype.kind != "f":
+                continue
             # The sum is finite exactly where all are, but for an overflow; then look closely.
             if not np.isfinite(leaf.sum(dtype=np.float64)) and not np.isfinite(leaf).all():
                 row = int(np.argwhere(~np.isfinite(leaf))[0][0])
                 where = "/".join(map(str, path))
-                raise service.Refused(
-                    f"environment {self.environment_ids[row]} of {self.name}: {where} is not "
-                    f"finite at its step {self._index}"
+                raise ValueError(
+                    f"environment {self.environment_ids[row]}: {where} is not finite at its step "
+                    f"{self._index}"
                 )
 
     def end(self, reason: service.PolicyServiceError) -> bool:
@@ -412,11 +447,30 @@ class _Session:
             return False
         self.alive = False
         self._reason = reason
+        # Wakes a step that waits in another thread, for its answer or for room.
+        if self._pending is not None:
+            self._pending.cancel(reason)
+        self.lane.batcher.wake()
         return True
 
     def close(self) -> None:
         """See `service.Session.close`."""
         self._server.close_session(self)
+
+
+@jax.jit
+def _fold_session_keys(key: jax.Array, columns: jax.Array) -> jax.Array:
+    fold = jax.vmap(jax.random.fold_in)
+    keys = jnp.broadcast_to(key, (columns.shape[0], *key.shape))
+    return fold(fold(keys, columns[:, 0]), columns[:, 1])
+
+
+def _session_keys(seed: int, columns: np.ndarray) -> np.ndarray:
+    """Returns a key, uint32 `[n, 2]`, for each `(environment id, incarnation)`, int32 `[n, 2]`.
+
+    Folded in once a session: three hashes a row cost a small network's whole step on a CPU.
+    """
+    return np.asarray(_fold_session_keys(jax.random.PRNGKey(seed), columns))
 
 
 class _Lane:
@@ -443,7 +497,7 @@ class _Lane:
         self._padding_slot = config.max_environments
         self._row_spec = (
             specs.time_step_spec(spec),
-            jax.ShapeDtypeStruct((5,), np.dtype(np.int32)),
+            jax.ShapeDtypeStruct((_COLUMNS,), np.dtype(np.int32)),
         )
         self.batcher = batcher_lib.RequestBatcher(
             self._row_spec,
@@ -461,7 +515,6 @@ class _Lane:
         self._episodes = episodes_lib.EpisodeTracker(config.max_environments)
         self._step_index = np.zeros(config.max_environments, np.int64)
         self._step = jax.jit(_make_step(agent, spec), donate_argnums=(1,))
-        self._key = jax.device_put(jax.random.PRNGKey(config.seed), device)
         self._memory = jax.device_put(
             (
                 jax.tree_util.tree_map(
@@ -490,7 +543,7 @@ class _Lane:
         for size in self.config.batch_sizes:
             time_step, header = specs.zeros(self._row_spec, (size,))
             header[:, _SLOT] = self._padding_slot
-            outputs, self._memory = self._step(params, self._memory, self._key, time_step, header)
+            outputs, self._memory = self._step(params, self._memory, time_step, header)
             jax.block_until_ready(outputs)
 
     def close(self) -> None:
@@ -514,9 +567,7 @@ class _Lane:
                     if not request.tag.alive:
                         header[request.start : request.stop, _SLOT] = self._padding_slot
                 version, params = self._parameters.get(self._device)
-                outputs, self._memory = self._step(
-                    params, self._memory, self._key, time_step, header
-                )
+                outputs, self._memory = self._step(params, self._memory, time_step, header)
                 self._in_flight.put((batch, outputs, version, time_step, header))
                 statistics.wait_seconds += taken - started
                 statistics.dispatch_seconds += time.monotonic() - taken
@@ -532,6 +583,7 @@ class _Lane:
             try:
                 self._collect(batch, outputs, version, time_step, header)
             except tables.SinkClosed:
+                self.close()  # Nobody learns any more, so nobody shall wait for an answer.
                 return
             finally:
                 batch.release()
@@ -632,7 +684,7 @@ class _Rows:
 def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
     """Returns the function that one device call computes.
 
-    `(params, memory, key, time_step [B], header [B, 5]) -> ((action, extras, previous_action, state
+    `(params, memory, time_step [B], header [B, 7]) -> ((action, extras, previous_action, state
     before the step), memory)`; memory is `(recurrent state, previous action)`, leaves
     `[slots + 1, ...]`, whose last row belongs to padding.
     """
@@ -640,7 +692,6 @@ def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
     def step(
         params: Any,
         memory: Any,
-        key: jax.Array,
         time_step: dm_env.TimeStep,
         header: jax.Array,
     ) -> Any:
@@ -662,12 +713,9 @@ def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
         previous_action = jax.tree_util.tree_map(
             lambda old: where_fresh(restart, jnp.zeros_like(old), old), previous_action
         )
-        # A row's random stream belongs to environment, incarnation and step alone.
-        fold = jax.vmap(jax.random.fold_in)
-        keys = jax.vmap(lambda environment: jax.random.fold_in(key, environment))(
-            header[:, _ENVIRONMENT]
-        )
-        keys = fold(fold(keys, header[:, _INCARNATION]), header[:, _STEP])
+        # A row's random stream belongs to its environment, incarnation and step alone.
+        keys = jax.lax.bitcast_convert_type(header[:, _KEY:], jnp.uint32)
+        keys = jax.vmap(jax.random.fold_in)(keys, header[:, _STEP])
         inputs = types.PolicyInput(
             *time_step,
             previous_action=previous_action,

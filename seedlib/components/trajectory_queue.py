@@ -128,10 +128,7 @@ class TrajectoryQueue:
 
     def unrolls(self) -> int:
         """Returns how many unrolls the table holds now."""
-        info = reverb.reverb_types.TableInfo.from_serialized_proto(
-            self._table._internal_table.info()
-        )
-        return int(info.current_size) * self.layout.unrolls_per_item
+        return int(self._table.info.current_size) * self.layout.unrolls_per_item
 
     def stop(self) -> None:
         """Closes this process's writers and readers, then the server."""

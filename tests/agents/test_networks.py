@@ -16,8 +16,8 @@ FIRST, MID = 0, 1
 def features(spec, inputs, **kwargs):
     """The torso's features of inputs `[N, ...]`, and its parameters."""
     transformed = hk.without_apply_rng(hk.transform(networks.make_torso(spec, **kwargs)))
-    params = jax.jit(transformed.init)(jax.random.PRNGKey(0), inputs)
-    return jax.jit(transformed.apply)(params, inputs), params
+    params = transformed.init(jax.random.PRNGKey(0), inputs)
+    return transformed.apply(params, inputs), params
 
 
 def only_steps(inputs, step):

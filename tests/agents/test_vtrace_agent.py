@@ -55,7 +55,9 @@ def test_acting_and_learning_agree_on_log_probabilities(vector_spec, make_inputs
     agent = vtrace.make_agent(vector_spec, config, network=network)
     # Parameters far from the first ones, so that the policy is far from uniform.
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: x + 0.5 * rng.normal(size=x.shape), agent.init(KEY).params)
+    params = jax.tree.map(
+        lambda x: x + 0.5 * rng.normal(size=x.shape), jax.jit(agent.init)(KEY).params
+    )
     params = jax.tree.map(jnp.float32, params)
     inputs = make_inputs(vector_spec, 4, 15)
     assert (inputs.step_type[:, 1:-1] == FIRST).any()
@@ -68,7 +70,7 @@ def test_acting_and_learning_agree_on_log_probabilities(vector_spec, make_inputs
     np.testing.assert_allclose(jax.nn.log_softmax(unroll.extras["logits"]), learnt, atol=1e-5)
     assert np.ptp(learnt) > 0.5
 
-    state = agent.init(KEY)._replace(params=params)
+    state = jax.jit(agent.init)(KEY)._replace(params=params)
     metrics = jax.jit(agent.update)(
         state, agent_lib.Batch(unroll, np.ones(4, np.float32)), KEY
     ).metrics
@@ -77,7 +79,7 @@ def test_acting_and_learning_agree_on_log_probabilities(vector_spec, make_inputs
 
 def test_rows_are_sampled_with_their_own_keys(vector_spec, make_inputs):
     agent = vtrace.make_agent(vector_spec, SMALL)
-    params, step = agent.init(KEY).params, jax.jit(agent.policy.step)
+    params, step = jax.jit(agent.init)(KEY).params, jax.jit(agent.policy.step)
     one = at(make_inputs(vector_spec, 1, 1), 0)
     same = jax.tree.map(lambda x: np.repeat(x, 64, axis=0), one)
     keys = jax.random.split(KEY, 64)
@@ -96,7 +98,9 @@ def test_evaluated_rows_take_the_mode(vector_spec, make_inputs):
     agent = vtrace.make_agent(vector_spec, SMALL)
     inputs = at(make_inputs(vector_spec, 64, 1), 0)
     inputs = inputs._replace(evaluate=np.arange(64) % 2 == 0)
-    output = agent.policy.step(agent.init(KEY).params, jax.random.split(KEY, 64), inputs, ())
+    output = jax.jit(agent.policy.step)(
+        jax.jit(agent.init)(KEY).params, jax.random.split(KEY, 64), inputs, ()
+    )
     differs = np.asarray(output.action != output.extras["logits"].argmax(-1))
     assert not differs[::2].any()
     assert differs[1::2].any()
@@ -132,7 +136,9 @@ CHANGES = [
 def two_updates(spec, config, batch):
     """The loss at the start, and the parameters after two updates."""
     agent = vtrace.make_agent(spec, config)
-    update, state = jax.jit(agent.update), agent.init(KEY)
+    # Compiled without optimisation, for there are many.
+    update = jax.jit(agent.update, compiler_options={"xla_backend_optimization_level": 0})
+    state = agent.init(KEY)
     first = update(state, batch, KEY)
     second = update(first.state, batch, KEY)
     return first.metrics["loss"], second.state.params
@@ -144,6 +150,7 @@ def sensitivity(vector_spec, make_batch):
     base = dataclasses.replace(
         SMALL,
         hidden_sizes=(),
+        learning_rate=0.1,
         learning_rate_schedule="linear",
         schedule_steps=2,
         max_gradient_norm=1.0,
@@ -180,7 +187,7 @@ def test_every_number_reaches_the_update(sensitivity, change):
 
 def test_gamma_zero_makes_the_target_the_reward(vector_spec, make_batch):
     agent = vtrace.make_agent(vector_spec, dataclasses.replace(SMALL, discount=0.0))
-    batch, state = make_batch(agent, vector_spec), agent.init(KEY)
+    batch, state = make_batch(agent, vector_spec), jax.jit(agent.init)(KEY)
     # On-policy, so that no ratio below 1 keeps the target from the reward.
     unroll = act(agent, state.params, batch.unrolls.inputs)
     metrics = jax.jit(agent.update)(state, batch._replace(unrolls=unroll), KEY).metrics
@@ -200,7 +207,11 @@ def test_learning_rate_goes_linearly_to_its_end(vector_spec, make_batch):
             learning_rate_schedule="linear",
         ),
     )
-    batch, update, state = make_batch(agent, vector_spec), jax.jit(agent.update), agent.init(KEY)
+    batch, update, state = (
+        make_batch(agent, vector_spec),
+        jax.jit(agent.update),
+        jax.jit(agent.init)(KEY),
+    )
     rates = []
     for _ in range(5):
         state, metrics, _ = update(state, batch, KEY)
@@ -226,7 +237,7 @@ def test_loss_is_a_weighted_sum_over_the_number_of_valid_transitions(vector_spec
         reward=np.array([[9, 1, 2, 3], [9, 10, 20, 30]], np.float32),
     )
     batch = agent_lib.Batch(batch.unrolls._replace(inputs=inputs), np.array([1.0, 0.5], np.float32))
-    metrics = jax.jit(agent.update)(agent.init(KEY), batch, KEY).metrics
+    metrics = jax.jit(agent.update)(jax.jit(agent.init)(KEY), batch, KEY).metrics
     np.testing.assert_allclose(metrics["loss"], 6.8, rtol=1e-6)
     np.testing.assert_allclose(metrics["mine"], 64 / 5, rtol=1e-6)
     assert metrics["valid_transitions"] == 5
@@ -234,7 +245,7 @@ def test_loss_is_a_weighted_sum_over_the_number_of_valid_transitions(vector_spec
 
 def test_a_batch_without_valid_transitions_changes_nothing_but_the_count(vector_spec, make_batch):
     agent = vtrace.make_agent(vector_spec, SMALL)
-    batch, state = make_batch(agent, vector_spec), agent.init(KEY)
+    batch, state = make_batch(agent, vector_spec), jax.jit(agent.init)(KEY)
     inputs = batch.unrolls.inputs._replace(
         step_type=np.full_like(batch.unrolls.inputs.step_type, FIRST)
     )
@@ -247,7 +258,7 @@ def test_a_batch_without_valid_transitions_changes_nothing_but_the_count(vector_
 
 def test_metrics_are_scalars_and_there_are_no_priorities(vector_spec, make_batch):
     agent = vtrace.make_agent(vector_spec, SMALL)
-    update = jax.jit(agent.update)(agent.init(KEY), make_batch(agent, vector_spec), KEY)
+    update = jax.jit(agent.update)(jax.jit(agent.init)(KEY), make_batch(agent, vector_spec), KEY)
     assert all(x.shape == () for x in update.metrics.values())
     assert set(update.metrics) >= {
         "loss", "policy_loss", "value_loss", "entropy", "gradient_norm", "rho", "rho_clipped",
@@ -302,7 +313,7 @@ def test_values_learnt_are_those_of_truncation_and_termination(make_spec, discou
     extras = {"logits": np.zeros((*place.shape, 2), np.float32)}
     batch = agent_lib.Batch(types.Unroll(inputs, action, extras, (), ()), np.ones(11, np.float32))
 
-    update, state = jax.jit(agent.update), agent.init(KEY)
+    update, state = jax.jit(agent.update), jax.jit(agent.init)(KEY)
     for _ in range(400):
         state = update(state, batch, KEY).state
     outputs, _ = network.step(state.params, jax.tree.map(lambda x: x[0, :10], inputs), ())
@@ -320,13 +331,19 @@ def test_nested_observations_and_actions(make_spec, make_batch):
     )
     agent = vtrace.make_agent(
         spec,
-        dataclasses.replace(SMALL, lstm_size=4, use_previous_action=True, compute_dtype="bfloat16"),
+        dataclasses.replace(
+            SMALL,
+            torso="mlp",
+            lstm_size=4,
+            use_previous_action=True,
+            compute_dtype="bfloat16",
+        ),
     )
-    state, batch = agent.init(KEY), make_batch(agent, spec)
+    state, batch = jax.jit(agent.init)(KEY), make_batch(agent, spec)
     update = jax.jit(agent.update)(state, batch, KEY)
     assert np.isfinite(update.metrics["loss"])
     assert {x.dtype for x in jax.tree.leaves(update.state.params)} == {jnp.dtype("float32")}
-    output = agent.policy.step(
+    output = jax.jit(agent.policy.step)(
         state.params,
         jax.random.split(KEY, 4),
         at(batch.unrolls.inputs, 0),
@@ -345,7 +362,7 @@ def test_a_network_of_ones_own_needs_no_haiku(vector_spec, make_batch):
 
     network = networks.Network(lambda key: jnp.zeros((5, 4)), apply, apply, lambda batch: ())
     agent = vtrace.make_agent(vector_spec, SMALL, network=network)
-    state = agent.init(KEY)
+    state = jax.jit(agent.init)(KEY)
     after = jax.jit(agent.update)(state, make_batch(agent, vector_spec), KEY).state
     assert np.all(after.params != state.params)
 

@@ -6,7 +6,7 @@ import errno
 import hmac
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import grpc
@@ -152,9 +152,9 @@ class PolicyServer:
                 ),
                 # Two servers on one port would each get half of the clients.
                 ("grpc.so_reuseport", 0),
-                # Clients choose how often they ask for a sign of life; a strike would cut them off.
+                # Clients choose how often they ask for a sign of life. gRPC would cut off who asks
+                # more than once in 5 minutes (three strikes); 0 means that none is counted.
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1),
             ],
             # What finds no thread is refused and not queued.
             maximum_concurrent_rpcs=threads,
@@ -321,10 +321,14 @@ class PolicyServer:
 class _Handlers(grpc.GenericRpcHandler):
     """Names the one method; messages stay bytes."""
 
-    def __init__(self, serve):
+    def __init__(
+        self, serve: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
+    ) -> None:
         self._method = grpc.stream_stream_rpc_method_handler(serve)
 
-    def service(self, handler_call_details):
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
         return self._method if handler_call_details.method == options.METHOD else None
 
 

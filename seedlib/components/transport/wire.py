@@ -343,8 +343,8 @@ def _flatten(node: _Node, value: Any, path: str, values: list[Any]) -> None:
         if not isinstance(value, tuple | list) or len(value) != len(node.children):
             raise _other_structure(node, value, path)
         for index, child in enumerate(node.children):
-            key = node.keys[index] if node.keys else index
-            _flatten(child, value[index], _join(path, key), values)
+            name = node.keys[index] if node.keys else index
+            _flatten(child, value[index], _join(path, name), values)
 
 
 def _build(node: _Node, leaves: Iterator[Any]) -> Any:
