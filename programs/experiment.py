@@ -345,7 +345,6 @@ def finish(experiment: Experiment, summary: Mapping[str, Any]) -> None:
         curve.draw_curve(
             [directory],
             picture,
-            label="learner",
             threshold=experiment.threshold,
             title=f"{experiment.environment.name}, {experiment.agent.name}, {experiment.program}",
         )

@@ -4,7 +4,7 @@ An `acme.specs.EnvironmentSpec` (a named tuple of dm_env specs) describes an env
 hold 32-bit numbers, so `canonical` narrows 64-bit leaves once, at the start, and logs it.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import dm_env
 import numpy as np
@@ -15,7 +15,7 @@ from dm_env import specs as dm_specs
 
 from seedlib import types
 
-EnvironmentSpec = acme_specs.EnvironmentSpec
+EnvironmentSpec: TypeAlias = acme_specs.EnvironmentSpec
 
 _NARROWED = {
     np.dtype(np.float64): np.dtype(np.float32),

@@ -19,7 +19,6 @@ from absl import logging
 from seedlib import specs, types
 from seedlib.components.transport import backoff, service
 
-
 # Kinds of numbers that an array of a kind can hold; fractions and text are not cut to fit.
 _STORABLE = {"f": "fiub", "i": "iub", "u": "iub", "b": "iub"}
 # Longest attempt to open a session, so that an actor that is told to stop does.

@@ -55,7 +55,7 @@ class Trainer:
         self._inference: list[Callable[[], inference_lib.InferenceStatistics]] = []
         self._restore()
         self._checkpointed = time.monotonic()
-        self._logger = metrics.MetricsLogger(directory, "learner")
+        self._logger = metrics.MetricsLogger(directory, "train")
         self._stop_reporting = threading.Event()
         self._threads = threads.ThreadGroup("trainer")
 
