@@ -152,8 +152,8 @@ class Node(lp.PyClassNode[Handle, Any]):
 
     def _construct_instance(self) -> Any:
         if self._instance is None:
-            super()._construct_instance()
-            _INSTANCES.put(self.placement.node, self._instance.component)
+            worker = super()._construct_instance()
+            _INSTANCES.put(self.placement.node, worker.component)
         return self._instance
 
     def run(self) -> None:

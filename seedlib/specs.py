@@ -111,8 +111,12 @@ def time_step_spec(spec: EnvironmentSpec) -> dm_env.TimeStep:
 
 def policy_input_spec(spec: EnvironmentSpec) -> types.PolicyInput:
     """Returns the specs of what a policy sees at one step."""
+    time_step = time_step_spec(spec)
     return types.PolicyInput(
-        *time_step_spec(spec),
+        time_step.step_type,
+        time_step.reward,
+        time_step.discount,
+        time_step.observation,
         previous_action=spec.actions,
         environment_id=dm_specs.Array((), np.int32, name="environment_id"),
         evaluate=dm_specs.Array((), np.bool_, name="evaluate"),

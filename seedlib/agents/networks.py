@@ -17,6 +17,7 @@ import tree
 from dm_env import specs as dm_specs
 
 from seedlib import specs, types
+from seedlib.agents import choices
 
 _FIRST = 0
 _IMAGE_RANK = 3
@@ -24,14 +25,8 @@ _IMAGE_FEATURES = 256
 # Pixels along a side that one output of the shallow network's second layer sees: 8 + 4 * (4 - 1).
 _SHALLOW_FIELD = 20
 
-TORSOS = ("mlp", "shallow", "deep")
-"""The torsos that `make_torso` knows."""
-
 # By object, not by name: TensorFlow registers a bfloat16 of its own with NumPy, and JAX refuses it.
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-COMPUTE_DTYPES = tuple(_DTYPES)
-"""The dtypes that activations may have; parameters, outputs and recurrent states are float32."""
 
 Params = Any
 Torso = Callable[[types.PolicyInput], types.Array]
@@ -77,7 +72,7 @@ def make_network(
       torso: from inputs to features; takes all frames at once.
       head: from features to outputs; takes all frames at once.
       lstm_size: units of the LSTM between them, or None for none.
-      compute_dtype: one of `COMPUTE_DTYPES`: what parameters are cast to when they are used. A
+      compute_dtype: one of `choices.COMPUTE_DTYPES`: what parameters are cast to when they are used. A
         torso should give features of this dtype.
     """
     dtype = _DTYPES[compute_dtype]
@@ -208,7 +203,7 @@ def make_torso(
 
     Args:
       environment_spec: what the inputs look like.
-      kind: one of `TORSOS`, or None to choose by the observation.
+      kind: one of `choices.TORSOS`, or None to choose by the observation.
       hidden_sizes: layers of the `mlp`; may be empty. The other torsos do not read it.
       use_previous_action: append the previous action (all zeros on a FIRST step).
       use_previous_reward: append the reward that came with the observation.
@@ -219,8 +214,8 @@ def make_torso(
       ValueError: where the kind is unknown or needs an image that the observation lacks.
     """
     kind = default_torso(environment_spec.observations) if kind is None else kind
-    if kind not in TORSOS:
-        raise ValueError(f"torso must be one of {TORSOS}, got {kind!r}")
+    if kind not in choices.TORSOS:
+        raise ValueError(f"torso must be one of {choices.TORSOS}, got {kind!r}")
     leaves = tree.flatten(environment_spec.observations)
     if kind != "mlp" and not any(len(leaf.shape) == _IMAGE_RANK for leaf in leaves):
         shapes = [tuple(leaf.shape) for leaf in leaves]

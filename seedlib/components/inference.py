@@ -31,7 +31,7 @@ from seedlib.components import batcher as batcher_lib
 from seedlib.components import configs, tables, threads, unrolls
 from seedlib.components import episodes as episodes_lib
 from seedlib.components import parameters as parameters_lib
-from seedlib.components.transport import service
+from seedlib.components.transport import service, wire
 
 # Columns of a row's header, int32.
 _SLOT, _ENVIRONMENT, _INCARNATION, _STEP, _FLAGS, _KEY, _COLUMNS = 0, 1, 2, 3, 4, 5, 7
@@ -115,7 +115,7 @@ def policy_step_specs(
     row: Callable[[Any], jax.ShapeDtypeStruct] = lambda leaf: jax.ShapeDtypeStruct(
         leaf.shape[1:], leaf.dtype
     )
-    scalar = jax.ShapeDtypeStruct((), np.dtype(np.int64))
+    scalar: Any = jax.ShapeDtypeStruct((), np.dtype(np.int64))
     step = types.Unroll(
         inputs=inputs,
         action=environment_spec.actions,
@@ -257,7 +257,7 @@ class InferenceServer:
             ("observation", hello.observation_spec, self._spec.observations),
             ("action", hello.action_spec, self._spec.actions),
         ):
-            difference = spec_difference(ours, theirs, name)
+            difference = wire.spec_difference(ours, theirs, name)
             if difference:
                 raise service.Refused(difference)
 
@@ -313,29 +313,6 @@ class InferenceServer:
         self._abandon()
         self._threads.join(timeout=10.0)
         self._threads.finish()
-
-
-def spec_difference(ours: types.Nested, theirs: types.Nested, name: str) -> str | None:
-    """Returns the first difference of two nested specs as a line, or None."""
-
-    def described(spec: types.Nested) -> dict[str, str]:
-        leaves: dict[str, str] = {}
-        for path, leaf in tree.flatten_with_path(spec):
-            text = f"{np.dtype(leaf.dtype)} {tuple(leaf.shape)}"
-            values = getattr(leaf, "num_values", None)
-            leaves["/".join([name, *map(str, path)])] = (
-                text if values is None else f"{text} of {values} values"
-            )
-        return leaves
-
-    expected, given = described(ours), described(theirs)
-    for path in sorted(expected.keys() | given.keys()):
-        if expected.get(path) != given.get(path):
-            return (
-                f"{path}: expected {expected.get(path, 'nothing')}, got "
-                f"{given.get(path, 'nothing')}"
-            )
-    return None
 
 
 class _Session:
@@ -535,7 +512,7 @@ class _Lane:
 
     @property
     def compilations(self) -> int:
-        return int(self._step._cache_size())
+        return int(self._step._cache_size())  # type: ignore[attr-defined]
 
     def warm_up(self, timeout: float) -> None:
         """Compiles and runs every batch size on rows that belong to no environment."""
@@ -639,7 +616,10 @@ class _Lane:
         if self._sink is not None:
             step = types.Unroll(
                 inputs=types.PolicyInput(
-                    *time_step,
+                    time_step.step_type,
+                    time_step.reward,
+                    time_step.discount,
+                    time_step.observation,
                     previous_action=jax.tree_util.tree_map(
                         lambda leaf: leaf[rows], previous_action
                     ),
@@ -717,7 +697,10 @@ def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
         keys = jax.lax.bitcast_convert_type(header[:, _KEY:], jnp.uint32)
         keys = jax.vmap(jax.random.fold_in)(keys, header[:, _STEP])
         inputs = types.PolicyInput(
-            *time_step,
+            time_step.step_type,
+            time_step.reward,
+            time_step.discount,
+            time_step.observation,
             previous_action=previous_action,
             environment_id=header[:, _ENVIRONMENT],
             evaluate=(header[:, _FLAGS] & _EVALUATE) != 0,

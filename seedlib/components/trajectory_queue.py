@@ -21,11 +21,16 @@ import tree
 from absl import logging
 
 from seedlib import types
-from seedlib.components import configs
+from seedlib.components import configs, threads
 from seedlib.components.tables import Sample, SinkClosed
+
+UNREACHABLE_SECONDS = 30.0
+"""A server that does not answer for so long is given up. Reverb reconnects for about 22 seconds to
+one that was started anew."""
 
 _TABLE = "trajectory_queue"
 _BLOCK_BYTES = 1 << 20
+_PROBE_TIMEOUT = 1  # Whole seconds: Reverb takes no others.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +109,9 @@ class TrajectoryQueue:
             for name, leaf in _columns(queue_layout.unroll_spec).items()
         }
         self._table = reverb.Table.queue(_TABLE, queue_layout.items, signature=signature)
-        self._server = reverb.Server([self._table], port=port)
-        self._client = TrajectoryQueueClient(f"localhost:{self._server.port}", queue_layout, config)
+        server = reverb.Server([self._table], port=port)
+        self._server: reverb.Server | None = server
+        self._client = TrajectoryQueueClient(f"localhost:{server.port}", queue_layout, config)
         logging.info(
             "trajectory queue: at most %d unrolls of %d bytes (%.1f MB)",
             queue_layout.items * queue_layout.unrolls_per_item,
@@ -119,7 +125,7 @@ class TrajectoryQueue:
         return self._client.address
 
     def writer(self) -> "UnrollWriter":
-        """Returns a writer; in this process it bypasses the network."""
+        """Returns a writer."""
         return self._client.writer()
 
     def reader(self) -> "UnrollReader":
@@ -131,9 +137,15 @@ class TrajectoryQueue:
         return int(self._table.info.current_size) * self.layout.unrolls_per_item
 
     def stop(self) -> None:
-        """Closes this process's writers and readers, then the server."""
+        """Closes this process's writers and readers, then the server. May be called twice.
+
+        With a writer of another process still connected this takes five seconds.
+        """
         self._client.close()
-        self._server.stop()
+        # Let go of it here: at the interpreter's end Reverb's destructor finds its module gone.
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
 
 
 class TrajectoryQueueClient:
@@ -180,6 +192,48 @@ def _columns(unroll: types.Unroll) -> dict[str, Any]:
     }
 
 
+class _Wait:
+    """One wait for a queue: says so in the log, and does not go on for a server that is gone."""
+
+    def __init__(self, address: str, client: reverb.Client, warn_seconds: float, text: str) -> None:
+        """Begins to wait.
+
+        Args:
+          address: of the server.
+          client: of the server.
+          warn_seconds: how often to log.
+          text: what to log, with `%.0f` for the seconds.
+        """
+        self._address = address
+        self._client = client
+        self._warn = warn_seconds
+        self._text = text
+        self.started = self._warned = self._answered = self._probed = time.monotonic()
+
+    def check(self) -> None:
+        """Logs and looks after the server, where it is time to.
+
+        Raises:
+          ConnectionError: it has not answered for `UNREACHABLE_SECONDS`.
+        """
+        now = time.monotonic()
+        if now - self._warned > self._warn:
+            self._warned = now
+            logging.warning(self._text, now - self.started)
+        if now - self._probed < UNREACHABLE_SECONDS / 10:
+            return
+        try:
+            self._client.server_info(_PROBE_TIMEOUT)
+            self._answered = time.monotonic()
+        except reverb.errors.DeadlineExceededError:
+            if now - self._answered > UNREACHABLE_SECONDS:
+                raise ConnectionError(
+                    f"the trajectory queue at {self._address} has not answered for "
+                    f"{now - self._answered:.0f} s"
+                ) from None
+        self._probed = time.monotonic()
+
+
 class UnrollWriter:
     """Writes unrolls, in the order they come, in blocks. Any thread may use it."""
 
@@ -194,6 +248,7 @@ class UnrollWriter:
           config: the same as the queue's.
         """
         self._layout = queue_layout
+        self._address = address
         self._warn = config.warn_seconds
         self._client = reverb.Client(address)
         self._writer = self._client.trajectory_writer(num_keep_alive_refs=1)
@@ -211,10 +266,11 @@ class UnrollWriter:
 
         Raises:
           SinkClosed: `close` was called, before or meanwhile.
+          ConnectionError: the table is full, or unreachable, and its server does not answer.
         """
-        if self._closed.is_set():
-            raise SinkClosed("the writer is closed")
         with self._lock:
+            if self._closed.is_set():
+                raise SinkClosed("the writer is closed")
             self._insert(unrolls)
 
     def _insert(self, unrolls: types.Unroll) -> None:
@@ -242,8 +298,13 @@ class UnrollWriter:
         self._writer.create_item(
             _TABLE, 1.0, {name: self._writer.history[name][-1:] for name in columns}
         )
-        started = time.monotonic()
-        warned = started
+        wait = _Wait(
+            self._address,
+            self._client,
+            self._warn,
+            f"trajectory queue: a writer has waited %.0f s for room ({self._layout.items} blocks "
+            f"of {self._layout.unrolls_per_item} unrolls); the learner does not take any",
+        )
         while True:
             try:
                 # Neither `append` nor `create_item` ever blocks; waiting for all but one item here
@@ -253,21 +314,15 @@ class UnrollWriter:
             except reverb.errors.DeadlineExceededError:
                 if self._closed.is_set():
                     raise SinkClosed("the writer was closed while the table was full") from None
-                now = time.monotonic()
-                if now - warned > self._warn:
-                    warned = now
-                    logging.warning(
-                        "trajectory queue: a writer has waited %.0f s for room (%d blocks of %d "
-                        "unrolls); the learner does not take any",
-                        now - started,
-                        self._layout.items,
-                        self._layout.unrolls_per_item,
-                    )
-        self.wait_seconds += time.monotonic() - started
+                wait.check()
+        self.wait_seconds += time.monotonic() - wait.started
 
     def close(self) -> None:
-        """Ends the writer; a blocked `insert` raises within a quarter of a second."""
+        """Ends the writer; a blocked `insert` raises within two seconds. May be called twice."""
         self._closed.set()
+        with self._lock:
+            # A stream that is still open would hold up the server's end for five seconds.
+            self._writer.close()
 
 
 class UnrollReader:
@@ -278,13 +333,26 @@ class UnrollReader:
     ) -> None:
         """Connects to a queue. See `UnrollWriter`."""
         self._layout = queue_layout
+        self._address = address
         self._warn = config.warn_seconds
+        self._client = reverb.Client(address)
         self._blocks = queue_layout.batch_size // queue_layout.unrolls_per_item
         # The public `Client.sample` makes the same sampler but keeps it out of reach, so that a
         # blocked one cannot be cancelled; `Sampler.Close` does that.
-        self._sampler = reverb.Client(address)._client.NewSampler(_TABLE, 1 << 62, 1)
+        self._sampler = self._client._client.NewSampler(_TABLE, 1 << 62, 1)
         self._closed = threading.Event()
+        self._wait: _Wait | None = None
+        self._threads = threads.ThreadGroup("trajectory queue reader")
+        self._threads.on_error(self._sampler.Close)
+        self._threads.start(self._watch, "watch")
         self.wait_seconds = 0.0
+
+    def _watch(self) -> None:
+        """Looks after a blocked read, which has no timeout of its own."""
+        while not self._closed.wait(0.2):
+            wait = self._wait
+            if wait is not None:
+                wait.check()
 
     def __iter__(self) -> Iterator[Sample]:
         """Returns itself."""
@@ -295,8 +363,15 @@ class UnrollReader:
 
         Raises:
           StopIteration: the reader is closed.
+          ConnectionError: the queue's server does not answer.
         """
-        started = time.monotonic()
+        wait = self._wait = _Wait(
+            self._address,
+            self._client,
+            self._warn,
+            f"trajectory queue: a reader has waited %.0f s for {self._layout.batch_size} unrolls; "
+            "the actors do not bring enough",
+        )
         blocks: list[list[np.ndarray]] = []
         try:
             while len(blocks) < self._blocks:
@@ -307,8 +382,11 @@ class UnrollReader:
         except RuntimeError:
             if self._closed.is_set():
                 raise StopIteration from None
+            self._threads.check()
             raise
-        self.wait_seconds += time.monotonic() - started
+        finally:
+            self._wait = None
+        self.wait_seconds += time.monotonic() - wait.started
         leaves = (
             blocks[0]
             if len(blocks) == 1
@@ -329,3 +407,4 @@ class UnrollReader:
         if not self._closed.is_set():
             self._closed.set()
             self._sampler.Close()
+            self._threads.join(timeout=10.0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dm_env import specs as dm_specs
 
-from seedlib.agents import networks
+from seedlib.agents import choices, networks
 
 ACTION = dm_specs.DiscreteArray(3, np.int32)
 FIRST, MID = 0, 1
@@ -172,7 +172,7 @@ def test_lstm_follows_its_equations(make_inputs, vector_spec):
 def test_bfloat16_computes_but_stores_and_answers_float32(vector_spec, make_inputs):
     wide, narrow = (
         make_network(vector_spec, lstm_size=4, compute_dtype=dtype)
-        for dtype in networks.COMPUTE_DTYPES
+        for dtype in choices.COMPUTE_DTYPES
     )
     params = narrow.init(jax.random.PRNGKey(0))
     jax.tree.map(np.testing.assert_array_equal, params, wide.init(jax.random.PRNGKey(0)))

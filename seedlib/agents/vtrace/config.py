@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from seedlib.agents import networks
+from seedlib.agents import choices
 
 SCHEDULES = ("constant", "linear")
 OPTIMIZERS = ("adam", "rmsprop")
@@ -96,8 +96,8 @@ class Config:
         for name, known in (
             ("learning_rate_schedule", SCHEDULES),
             ("optimizer", OPTIMIZERS),
-            ("torso", (None, *networks.TORSOS)),
-            ("compute_dtype", networks.COMPUTE_DTYPES),
+            ("torso", (None, *choices.TORSOS)),
+            ("compute_dtype", choices.COMPUTE_DTYPES),
         ):
             self._check(name, getattr(self, name) in known, f"one of {known}")
 

@@ -51,7 +51,7 @@ class Hello:
     evaluate: bool
     observation_spec: types.Nested
     action_spec: types.Nested
-    run_token: str = ""
+    run_token: str = dataclasses.field(default="", repr=False)
 
 
 class Session(Protocol):
@@ -77,7 +77,10 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the session. Frees its rows at the service. May be called twice."""
+        """Ends the session, wakes a blocked `step`, and frees the rows at the service.
+
+        May be called twice, and by any thread.
+        """
         ...
 
 
