@@ -206,11 +206,11 @@ def from_flags(program: str) -> Experiment:
         **preset.agent.get(FLAGS.agent, {}),
         **loading.parse_options(FLAGS.agent_option),
     }
-    if ":" not in FLAGS.agent:
-        loading.config_of(FLAGS.agent, options)
     sample = environment(seed=FLAGS.seed)
     spec = specs.make_environment_spec(sample)
     sample.close()
+    agent = loading.AgentFactory(FLAGS.agent, spec, options)
+    agent.check()
 
     def choose(flag: int | None, default: int) -> int:
         return default if flag is None else flag
@@ -218,7 +218,7 @@ def from_flags(program: str) -> Experiment:
     return Experiment(
         program=program,
         environment=environment,
-        agent=loading.AgentFactory(FLAGS.agent, spec, options),
+        agent=agent,
         directory=run_directory.RunDirectory(FLAGS.logdir),
         num_actors=choose(FLAGS.num_actors, preset.num_actors),
         envs_per_actor=choose(FLAGS.envs_per_actor, preset.envs_per_actor),

@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tree
-from dm_env import specs as dm_specs
 
 from seedlib import types
-
-MAXIMUM_VALUES = 1 << 16
-"""An integer action with more values than this per component is not treated as a choice."""
+from seedlib.agents import discrete
 
 
 class ActionDistribution(NamedTuple):
@@ -72,39 +69,17 @@ class _Choices(NamedTuple):
     slices: tuple[slice, ...]
 
 
-def _bounds(path: tuple[Any, ...], leaf: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least value and the number of values of each number in an action leaf, `[K]`."""
-    where = "/".join(["action", *map(str, path)])
-    if isinstance(leaf, dm_specs.DiscreteArray):
-        return np.zeros(1, np.int64), np.array([leaf.num_values], np.int64)
-    if not isinstance(leaf, dm_specs.BoundedArray) or not np.issubdtype(leaf.dtype, np.integer):
-        raise ValueError(
-            f"{where}: {type(leaf).__name__} of dtype {getattr(leaf, 'dtype', None)} and shape "
-            f"{getattr(leaf, 'shape', None)} is not supported; only discrete actions and bounded "
-            "integer ones are"
-        )
-    minimum = np.broadcast_to(leaf.minimum, leaf.shape).astype(np.int64).ravel()
-    sizes = np.broadcast_to(leaf.maximum, leaf.shape).astype(np.int64).ravel() - minimum + 1
-    if sizes.size and sizes.max() > MAXIMUM_VALUES:
-        raise ValueError(
-            f"{where}: {sizes.max()} values per number are too many to choose from, at most "
-            f"{MAXIMUM_VALUES}"
-        )
-    return minimum, sizes
-
-
 def _factorised_categorical(action_spec: types.Nested) -> ActionDistribution:
     """Independent categorical distributions, one for each number of the action."""
+    discrete.check(action_spec)
     leaves: list[_Choices] = []
     size = 0
     for path, leaf in tree.flatten_with_path(action_spec):
-        minimum, sizes = _bounds(path, leaf)
+        minimum, sizes = discrete.bounds(path, leaf)
         ends = size + np.cumsum(sizes)
         slices = tuple(slice(int(end - n), int(end)) for end, n in zip(ends, sizes, strict=True))
         leaves.append(_Choices(tuple(leaf.shape), leaf.dtype, minimum, slices))
         size += int(sizes.sum())
-    if size == 0:
-        raise ValueError(f"action: {action_spec} holds no number to choose")
 
     def log_prob(parameters: types.Array, action: types.Nested) -> types.Array:
         total = jnp.zeros(parameters.shape[:-1], parameters.dtype)

@@ -44,6 +44,21 @@ class AgentFactory:
         key = json.dumps([self.name, sorted(self.options.items())], default=list)
         return _make(self, key)
 
+    def check(self) -> None:
+        """Refuses what can be refused without JAX: before any process is started.
+
+        An agent of one's own is checked when it is made, in the process that needs it.
+
+        Raises:
+          AgentError: no such agent or setting.
+          ValueError: a setting has a value that cannot be, or the environment does not suit.
+        """
+        if ":" in self.name:
+            return
+        config_of(self.name, self.options)
+        module = importlib.import_module(f"{_package(self.name)}.config")
+        module.check_environment(self.environment_spec)
+
     def __hash__(self) -> int:
         """Hashes the name alone: specs are not hashable."""
         return hash(self.name)

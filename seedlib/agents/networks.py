@@ -72,7 +72,7 @@ def make_network(
       torso: from inputs to features; takes all frames at once.
       head: from features to outputs; takes all frames at once.
       lstm_size: units of the LSTM between them, or None for none.
-      compute_dtype: one of `choices.COMPUTE_DTYPES`: what parameters are cast to when they are used. A
+      compute_dtype: one of `choices.COMPUTE_DTYPES`: what parameters are cast to in use. A
         torso should give features of this dtype.
     """
     dtype = _DTYPES[compute_dtype]

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from seedlib.agents import choices
+from seedlib import specs
+from seedlib.agents import choices, discrete
 
 SCHEDULES = ("constant", "linear")
 OPTIMIZERS = ("adam", "rmsprop")
@@ -108,3 +109,12 @@ class Config:
 
 def _positive(value: float) -> bool:
     return value > 0.0 and math.isfinite(value)
+
+
+def check_environment(environment_spec: specs.EnvironmentSpec) -> None:
+    """Refuses environments that this agent cannot act in, without importing JAX.
+
+    Raises:
+      ValueError: in one line that names the leaf of the spec.
+    """
+    discrete.check(environment_spec.actions)
