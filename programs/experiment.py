@@ -6,7 +6,10 @@ A program file holds its graph alone; see `programs/seed.py`.
 import contextlib
 import dataclasses
 import os
+import secrets
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +44,7 @@ flags.DEFINE_float("evaluation_period", 30.0, "Seconds from one round to the nex
 flags.DEFINE_integer(
     "num_steps", None, "Agent steps over all training environments. Default: by environment.", 1
 )
-flags.DEFINE_integer("seed", 0, "Seed of everything random.", 0)
+flags.DEFINE_integer("seed", 0, "Seed of everything random.", 0, (1 << 31) - 1)
 flags.DEFINE_string("logdir", None, "Where the run leaves its files. Required.")
 flags.DEFINE_integer(
     "inference_devices", None, "Local devices that infer. Default: a quarter; 0 shares all.", 0
@@ -78,6 +81,8 @@ class Experiment:
       checkpoint_period: seconds between checkpoints.
       max_restarts: restarts of one actor.
       threshold: the return that counts as solved, for the picture.
+      run_token: what inference asks its actors for, so that those of another run that happens to
+        get the same port are refused; drawn anew for each run.
     """
 
     program: str
@@ -98,13 +103,14 @@ class Experiment:
     checkpoint_period: float = 60.0
     max_restarts: int = 3
     threshold: float | None = None
+    run_token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def config(self) -> dict[str, Any]:
         """Returns everything needed to repeat the run."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("environment", "agent", "directory", "threshold")
+            if field.name not in ("environment", "agent", "directory", "threshold", "run_token")
         }
         return {
             **fields,
@@ -145,9 +151,15 @@ class Experiment:
           learner: where parameters come from.
           queue: where unrolls go.
           actors: how many actors it serves; None means all.
+
+        Raises:
+          ValueError: the batch that it shall wait for is larger than it ever gets.
         """
         actors = self.num_actors if actors is None else actors
         environments_served = actors * self.envs_per_actor + self.num_evaluators
+        sizes = batcher.padded_sizes(self.envs_per_actor, actors)
+        # Checked here, since the server does so when it is made, in another process.
+        batcher.BatcherConfig(sizes, self.minimum_batch_size, self.batch_timeout)
         return nodes.Inference(
             self.agent,
             learner,
@@ -156,10 +168,11 @@ class Experiment:
             configs.InferenceConfig(
                 # An actor that is replaced before its stream is known to be dead needs room.
                 max_environments=environments_served + self.envs_per_actor,
-                batch_sizes=batcher.padded_sizes(self.envs_per_actor, actors),
+                batch_sizes=sizes,
                 minimum_batch_size=self.minimum_batch_size,
                 batch_timeout=self.batch_timeout,
                 seed=self.seed,
+                run_token=self.run_token,
             ),
             self.inference_devices,
         )
@@ -172,7 +185,7 @@ class Experiment:
             inference,
             range(first, first + self.envs_per_actor),
             self.directory,
-            actor_lib.ActorConfig(),
+            actor_lib.ActorConfig(run_token=self.run_token),
             name=f"actor {index}",
             seed=self.seed,
         )
@@ -185,7 +198,9 @@ class Experiment:
             [self.num_actors * self.envs_per_actor + index],
             self.directory,
             evaluator_lib.EvaluatorConfig(
-                episodes=self.evaluation_episodes, period=self.evaluation_period
+                episodes=self.evaluation_episodes,
+                period=self.evaluation_period,
+                actor=actor_lib.ActorConfig(run_token=self.run_token, evaluate=True),
             ),
             name=f"evaluator {index}",
             seed=self.seed,
@@ -206,9 +221,7 @@ def from_flags(program: str) -> Experiment:
         **preset.agent.get(FLAGS.agent, {}),
         **loading.parse_options(FLAGS.agent_option),
     }
-    sample = environment(seed=FLAGS.seed)
-    spec = specs.make_environment_spec(sample)
-    sample.close()
+    spec = _look_at(environment)
     agent = loading.AgentFactory(FLAGS.agent, spec, options)
     agent.check()
 
@@ -237,6 +250,29 @@ def from_flags(program: str) -> Experiment:
     )
 
 
+def _look_at(environment: environments.EnvironmentFactory) -> specs.EnvironmentSpec:
+    """Returns an environment's spec; makes one to look at it.
+
+    Raises:
+      ValueError: it cannot be made or handled.
+    """
+    try:
+        sample = environment(seed=FLAGS.seed)
+        spec = specs.make_environment_spec(sample)
+        actor_lib.close_quietly(sample, environment.name)
+    except ValueError:
+        raise
+    except Exception as error:
+        # Whoever wrote the environment needs to see where.
+        traceback.print_exc()
+        raise ValueError(
+            f"environment {environment.name} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return spec
+
+
+_LAUNCH_TYPES = ("local_mp", "local_mt", "test_mt")
+
 # What may change when a run goes on: how long, and how it is looked after.
 _MAY_DIFFER = (
     "num_steps",
@@ -252,7 +288,7 @@ _MAY_DIFFER = (
 def launch(
     program: lp.Program, experiment: Experiment, launch_type: str | None = None
 ) -> dict[str, Any]:
-    """Runs a program to its end, with a live progress line, and draws its learning curve.
+    """Runs a program to its end, with a live progress line.
 
     Args:
       program: the graph.
@@ -260,19 +296,33 @@ def launch(
       launch_type: Launchpad's; None takes the flag `--lp_launch_type`.
 
     Returns:
-      The summary.
+      The summary, and the signal that asked for the end as `signal` (0 for none).
 
     Raises:
-      run_directory.RunDirectoryError: the directory is of another run.
-      launching.ProgramFailed: a node failed; the first traceback was printed.
+      ValueError: no such launch type.
+      run_directory.RunDirectoryError: the directory is of another run, or in use.
+      launching.ProgramFailed: a node failed; its first traceback was printed.
+      Interrupted: a signal ended it before there was anything to save, or a second one killed it.
     """
     launch_type = launch_type or FLAGS.lp_launch_type
+    if launch_type not in _LAUNCH_TYPES:
+        raise ValueError(
+            f"lp_launch_type must be one of {', '.join(_LAUNCH_TYPES)}, got {launch_type}"
+        )
     directory = experiment.directory
-    resumed = directory.prepare(experiment.config(), may_differ=_MAY_DIFFER)
-    with directory.claim(), progress.ProgressPrinter() as printer:
+    config = experiment.config()
+    with contextlib.ExitStack() as claims, progress.ProgressPrinter() as printer:
+        # What another run is using is not even looked at.
+        goes_on = os.path.exists(directory.file("config.json"))
+        if goes_on:
+            claims.enter_context(directory.claim())
+        resumed = directory.prepare(config, may_differ=_MAY_DIFFER)
+        if not goes_on:
+            claims.enter_context(directory.claim())
         directory.clear_failures()
         printer.message(f"{'Resuming' if resumed else 'Starting'} in {directory.path}")
         before = directory.read_progress() or {}
+        old_summary = _version(directory.file("summary.json"))
 
         def tick() -> None:
             figures = directory.read_progress()
@@ -282,38 +332,65 @@ def launch(
         try:
             number = _run(program, experiment, launch_type, tick)
         except launching.ProgramFailed as error:
-            failure = directory.first_failure()
+            # A restarted actor's failure of long ago is not what ended the program.
+            failure = directory.first_failure(error.pid)
+            written = _version(directory.file("summary.json")) != old_summary
+            figures = (directory.read_summary() if written else directory.read_progress()) or {}
+            if written or figures != before:
+                directory.write_summary({**figures, "exit_reason": "failed"})
             printer.close()
             if failure is not None:
                 node, trace = failure
                 print(f"\n{node} failed:\n{trace}", file=sys.stderr)
             raise launching.ProgramFailed(str(error)) from None
         tick()
-    summary = directory.read_summary()
-    if summary is None:
-        raise launching.ProgramFailed("the program ended without a summary")
+        summary = directory.read_summary()
+        if summary is None or _version(directory.file("summary.json")) == old_summary:
+            if number:
+                raise Interrupted(number)
+            raise launching.ProgramFailed("the program ended without a summary")
     summary["signal"] = number
     return summary
+
+
+class Interrupted(Exception):
+    """A signal ended a run without a final checkpoint."""
+
+    def __init__(self, number: int) -> None:
+        """Keeps the signal's number."""
+        super().__init__(f"ended by {signal.Signals(number).name} without a final checkpoint")
+        self.number = number
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    """Returns what changes whenever the file at `path` is written anew; None for no file."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _run(
     program: lp.Program, experiment: Experiment, launch_type: str, tick: Callable[[], None]
 ) -> int:
     """Launches, waits, and returns the signal that ended the program or 0."""
-    if launch_type in ("local_mp", "test_mp"):
+    policies = {
+        # An actor has nothing to save, and its environments may hang.
+        "actor": launching.RestartPolicy(max_restarts=experiment.max_restarts, grace=9.0),
+        # Training does not depend on evaluation.
+        "evaluator": launching.RestartPolicy(
+            max_restarts=experiment.max_restarts, grace=9.0, fatal=False
+        ),
+    }
+    if launch_type == "local_mp":
         return launching.ProcessProgram(
             program,
             experiment.directory.file("logs"),
             resources=_resources(program),
-            policies={
-                "actor": launching.RestartPolicy(max_restarts=experiment.max_restarts),
-                # Training does not depend on evaluation.
-                "evaluator": launching.RestartPolicy(
-                    max_restarts=experiment.max_restarts, fatal=False
-                ),
-            },
+            policies=policies,
         ).run(tick)
-    return launching.run_threads(program, launch_type, tick)
+    return launching.run_threads(program, launch_type, tick, policies)
 
 
 def _resources(program: lp.Program) -> Mapping[str, lp_processes.PythonProcess]:
@@ -363,7 +440,8 @@ def finish(experiment: Experiment, summary: Mapping[str, Any]) -> None:
 def main(name: str, graph: Callable[[Experiment], lp.Program]) -> None:
     """Runs a program file: parses flags, launches the graph, and exits with a code.
 
-    0 at the step limit; 1 where a node failed; 2 for bad input; 128 + n when signal n ended it.
+    0 at the step limit; 1 where a node failed; 2 for bad input; 128 + n when signal n ended it (130
+    for Ctrl-C, 143 for SIGTERM), after a final checkpoint.
 
     Args:
       name: the graph's.
@@ -375,19 +453,54 @@ def main(name: str, graph: Callable[[Experiment], lp.Program]) -> None:
         logging.set_verbosity(logging.WARNING)
         if len(arguments) > 1:
             _complain(f"unknown argument {arguments[1]!r}")
-        with _one_line_errors():
-            experiment = from_flags(name)
-            program = graph(experiment)
-            try:
+        try:
+            with _one_line_errors():
+                experiment = from_flags(name)
+                program = graph(experiment)
                 summary = launch(program, experiment)
-            except launching.ProgramFailed as error:
-                print(f"error: {error}", file=sys.stderr)
-                sys.exit(1)
-        finish(experiment, summary)
+            finish(experiment, summary)
+        except launching.ProgramFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+        except Interrupted as error:
+            print(str(error), file=sys.stderr)
+            sys.exit(128 + error.number)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
         if summary["exit_reason"] != "num_steps":
-            sys.exit(128 + (summary["signal"] or 15))
+            sys.exit(128 + (summary["signal"] or signal.SIGTERM))
 
-    app.run(run)
+    app.run(run, flags_parser=_parse_flags)
+
+
+def _parse_flags(arguments: Sequence[str]) -> list[str]:
+    """Parses flags; what cannot be is one line for the user."""
+    if any(argument in ("--help", "-help", "-h", "--helpshort") for argument in arguments[1:]):
+        print(_help())
+        sys.exit(0)
+    try:
+        return FLAGS(arguments)
+    except flags.Error as error:
+        _complain(" ".join(str(error).split()))
+        raise
+
+
+def _help() -> str:
+    """Returns what `--help` shows: a program's own flags, and not those of every library."""
+    lines = [(sys.modules["__main__"].__doc__ or "").strip(), ""]
+    shown = [*FLAGS.flags_by_module_dict()[__name__], FLAGS["lp_launch_type"]]
+    for flag in shown:
+        default = "" if flag.default in (None, []) else f" (default: {flag.default})"
+        # absl adds a line of its own to flags that may be repeated.
+        about = flag.help.partition(";\n")[0]
+        if flag.name == "lp_launch_type":
+            about = (
+                "local_mp: processes; local_mt: threads; test_mt: threads, and nodes must pickle."
+            )
+        lines += [f"  --{flag.name}", f"      {about}{default}"]
+    lines += ["", "Exit code: 0 at the step limit, 1 where something failed, 2 for bad input,"]
+    lines += ["128 + n when signal n ended the run (after a final checkpoint)."]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -396,7 +509,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, run_directory.RunDirectoryError) as error:
-        _complain(str(error))
+        _complain(" ".join(str(error).split()))
 
 
 def _complain(text: str) -> None:

@@ -1,53 +1,75 @@
-"""Launches a program as processes of one machine, and looks after them.
+"""Launches a program on one machine, as processes or as threads, and looks after it to its end.
 
 The nodes, their addresses and the workers' entry point are Launchpad's. The supervision is ours,
-because its local launcher neither notices a worker that died (in a terminal) nor starts it again
-(anywhere), and does not end with the first failure. Here a dead actor is started again while the
-others go on; any other death ends the program; the end is the same for a step limit, a signal and a
-failure: every process is told, waited for, and killed only after a bounded time.
+because its local launchers neither notice a worker that died (in a terminal) nor start it again
+(anywhere), and lose failures. Here a dead actor is started again while the others go on; any other
+death ends the program; the end is the same for a step limit, a signal and a failure: everybody is
+told, waited for, and killed only after a bounded time.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import launchpad as lp
-from absl import logging
-from absl.testing import absltest
+from absl import flags, logging
+from absl.testing import flagsaver
 from launchpad import context as lp_context
+from launchpad.launch import serialization, worker_manager
 from launchpad.nodes.python import local_multi_processing as lp_processes
 
 from seedlib import nodes
 
 _POLL_SECONDS = 0.1
+# Loaded here: a process between fork and exec must not import anything.
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class ProgramFailed(Exception):
-    """A process ended as it should not have; the message names it."""
+    """A node ended as it should not have; the message names it.
+
+    Attributes:
+      pid: the process whose failure ended the program; None where nodes are threads.
+    """
+
+    def __init__(self, text: str, pid: int | None = None) -> None:
+        """Keeps both."""
+        super().__init__(text)
+        self.pid = pid
 
 
 @dataclasses.dataclass(frozen=True)
 class RestartPolicy:
     """When a group's dead process is started again.
 
+    A process of a group with restarts belongs to a node that runs until the program ends, so that
+    it is started again also where it ended without an error.
+
     Attributes:
       max_restarts: restarts of one process within `window` seconds; one more failure ends the
         program.
       window: see there.
       delay: seconds before the first restart; doubles with each in the window.
-      fatal: whether one failure too many ends the program, or only leaves the process out.
+      fatal: whether one failure too many ends the program, or only leaves the node out.
+      grace: seconds that a process has to end once it is told to; None takes the program's.
     """
 
     max_restarts: int = 0
     window: float = 600.0
     delay: float = 0.5
     fatal: bool = True
+    grace: float | None = None
 
     def __post_init__(self) -> None:
         """Refuses numbers that cannot be.
@@ -57,8 +79,10 @@ class RestartPolicy:
         """
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
-        if self.window <= 0 or self.delay < 0:
-            raise ValueError(f"window and delay must be positive, got {self.window}, {self.delay}")
+        for field in ("window", "delay", "grace"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ValueError(f"{field} must be positive, got {value}")
 
 
 @dataclasses.dataclass
@@ -69,6 +93,7 @@ class _Worker:
     command: list[str]
     environment: dict[str, str]
     policy: RestartPolicy
+    grace: float
     log: pathlib.Path
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
@@ -81,6 +106,7 @@ class _Worker:
             **os.environ,
             **self.environment,
             nodes.RESTARTS_VARIABLE: str(self.restarts),
+            nodes.PROCESS_VARIABLE: self.title,
         }
         with open(self.log, "ab") as log:
             # A session of its own: Ctrl-C reaches the launcher alone, which ends all in order.
@@ -91,16 +117,29 @@ class _Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  The launcher has no threads.
+                preexec_fn=functools.partial(_die_with_parent, os.getpid()),  # noqa: PLW1509
             )
 
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
-def _die_with_parent() -> None:
+    def failed(self, code: int) -> ProgramFailed:
+        pid = self.process.pid if self.process is not None else None
+        return ProgramFailed(f"{self.title} {_describe(code)}; its log is {self.log}", pid)
+
+
+def _die_with_parent(parent: int) -> None:
     """Asks the kernel to end this process when the launcher is gone, however it went."""
-    import ctypes
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # It was faster.
+        os._exit(1)
 
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+def _ask_to_stop(launcher: int) -> None:
+    """How a node ends the program. Unlike SIGTERM, the signal cannot be a person's."""
+    with contextlib.suppress(ProcessLookupError):  # The launcher is gone, so all end anyway.
+        os.kill(launcher, signal.SIGUSR1)
 
 
 class ProcessProgram:
@@ -112,7 +151,7 @@ class ProcessProgram:
         log_directory: str | os.PathLike[str],
         resources: Mapping[str, lp_processes.PythonProcess] | None = None,
         policies: Mapping[str, RestartPolicy] | None = None,
-        grace: float = 20.0,
+        grace: float = 30.0,
     ) -> None:
         """Prepares every process; `run` starts them.
 
@@ -123,21 +162,21 @@ class ProcessProgram:
           policies: restart policy by group; none means that a failure ends the program.
           grace: seconds that processes have to end once they are told to.
         """
-        self._grace = grace
         self._stopping = threading.Event()
-        self._signals = 0
+        self._received: list[int] = []
+        self._killed = False
         directory = pathlib.Path(log_directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._workers = []
-        for label, node, command in _commands(program, resources or {}, grace):
-            del node
-            title = command.title.replace("/", "-")
+        for label, title, command in _commands(program, resources or {}, grace):
+            policy = (policies or {}).get(label, RestartPolicy())
             self._workers.append(
                 _Worker(
                     title=title,
                     command=command.command_as_list,
                     environment={key: str(value) for key, value in command.env_overrides.items()},
-                    policy=(policies or {}).get(label, RestartPolicy()),
+                    policy=policy,
+                    grace=grace if policy.grace is None else policy.grace,
                     log=directory / f"{title}.log",
                 )
             )
@@ -152,78 +191,76 @@ class ProcessProgram:
         return {
             worker.title: worker.process.pid
             for worker in self._workers
-            if worker.process is not None and worker.process.poll() is None
+            if worker.process is not None and worker.running
         }
 
     def run(self, tick: Callable[[], None] = lambda: None) -> int:
         """Starts all processes and returns when all are gone.
 
-        SIGTERM, SIGHUP and Ctrl-C end the program; a second one kills it at once.
+        SIGTERM, SIGHUP and Ctrl-C end the program; a second Ctrl-C kills it at once.
 
         Args:
           tick: called a few times a second, for a progress line.
 
         Returns:
-          The signal that ended it, or 0.
+          The first signal that asked for the end, or 0.
 
         Raises:
           ProgramFailed: a process failed (and was not, or no more, started again).
         """
-        received = []
-
-        def handle(number: int, frame: Any) -> None:
-            del frame
-            # Nodes end a program by SIGTERM to the launcher, so only others count as a person's.
-            received.append(number)
-            if len(received) > 1 and number != signal.SIGTERM:
-                self._kill()
-            self._stopping.set()
-
-        before = {
-            number: signal.signal(number, handle)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        }
         failure: ProgramFailed | None = None
-        try:
-            for worker in self._workers:
-                worker.start()
-            while not self._stopping.wait(_POLL_SECONDS):
-                tick()
-                failure = self._look_after()
-                if failure is not None or all(worker.finished for worker in self._workers):
-                    break
-        finally:
-            self._end(tick)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if failure is None:
+        with _handlers(self._handle):
+            try:
+                for worker in self._workers:
+                    worker.start()
+                while not self._stopping.wait(_POLL_SECONDS):
+                    tick()
+                    failure = self._look_after()
+                    if failure is not None or all(worker.finished for worker in self._workers):
+                        break
+            finally:
+                self._end(tick)
+        if failure is None and not self._killed:
             failure = self._late_failure()
         if failure is not None:
             raise failure
-        return received[0] if received else 0
+        return self._received[0] if self._received else 0
+
+    def _handle(self, number: int, frame: Any) -> None:
+        """Handles a signal, in the main thread and between any two of its steps."""
+        del frame
+        self._stopping.set()
+        if number == signal.SIGUSR1:
+            return
+        if self._received and number == signal.SIGINT:
+            self._killed = True
+            self._kill(lambda worker: True)
+        self._received.append(number)
 
     def _look_after(self) -> ProgramFailed | None:
         """Notices dead processes and starts them again where their policy says so."""
         now = time.monotonic()
         for worker in self._workers:
+            if worker.finished:
+                continue
             if worker.process is None:
                 if now >= worker.start_at:
                     worker.start()
                 continue
             code = worker.process.poll()
-            if code is None or worker.finished:
-                continue
-            if code == 0:
-                worker.finished = True
+            if code is None:
                 continue
             policy = worker.policy
+            if code == 0 and not policy.max_restarts:
+                worker.finished = True
+                continue
             worker.failures = [at for at in worker.failures if now - at < policy.window] + [now]
             if len(worker.failures) > policy.max_restarts:
                 worker.finished = True
-                text = f"{worker.title} {_describe(code)}; its log is {worker.log}"
+                failure = worker.failed(code)
                 if policy.fatal:
-                    return ProgramFailed(text)
-                logging.error("%s; the program goes on without it", text)
+                    return failure
+                logging.error("%s; the program goes on without it", failure)
                 continue
             delay = policy.delay * 2 ** (len(worker.failures) - 1)
             logging.warning("%s %s; restart in %.1f s", worker.title, _describe(code), delay)
@@ -236,36 +273,33 @@ class ProcessProgram:
         """A process that failed while the program was ending: the end was its doing."""
         for worker in self._workers:
             process = worker.process
-            if process is None or worker.policy.max_restarts:
+            # What may die at any time may die now; it has nothing to save.
+            if process is None or worker.policy.max_restarts or not worker.policy.fatal:
                 continue
-            # Killed ones did not obey in time; that is a failure too.
-            if process.returncode not in (0, None):
-                return ProgramFailed(
-                    f"{worker.title} {_describe(process.returncode)}; its log is {worker.log}"
-                )
+            # Who was told to end before it could listen has ended as it should.
+            if process.returncode not in (0, -signal.SIGTERM):
+                return worker.failed(process.returncode)
         return None
 
     def _end(self, tick: Callable[[], None]) -> None:
         """Tells every process to end, waits, and kills what is left."""
         self._stopping.set()
-        running = [worker.process for worker in self._workers if worker.process is not None]
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + self._grace
-        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        for worker in self._workers:
+            if worker.process is not None and worker.running:
+                worker.process.terminate()
+        told = time.monotonic()
+        while any(worker.running for worker in self._workers):
             tick()
             time.sleep(_POLL_SECONDS / 2)
-        self._kill()
-        for process in running:
-            process.wait()
+            self._kill(lambda worker: time.monotonic() - told > worker.grace)
 
-    def _kill(self) -> None:
+    def _kill(self, condemned: Callable[[_Worker], bool]) -> None:
         for worker in self._workers:
-            if worker.process is not None and worker.process.poll() is None:
-                logging.error("%s did not end in time; killing it", worker.title)
+            if worker.process is not None and worker.running and condemned(worker):
+                logging.error("%s is killed", worker.title)
                 # Its session's processes too: an environment may have started some.
-                os.killpg(worker.process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.process.pid, signal.SIGKILL)
 
 
 def _describe(code: int) -> str:
@@ -274,66 +308,158 @@ def _describe(code: int) -> str:
     return f"exited with code {code}"
 
 
-def _commands(
-    program: lp.Program, resources: Mapping[str, lp_processes.PythonProcess], grace: float
-) -> list[tuple[str, Any, Any]]:
-    """Returns `(group, node, command)` of each process, as Launchpad's own launcher makes them."""
-    groups = program.groups
-    for label, members in groups.items():
+@contextlib.contextmanager
+def _handlers(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handles the signals that end a program; outside the main thread there are none to handle."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prepare(
+    program: lp.Program,
+    launch_type: lp_context.LaunchType,
+    stopper: Callable[[], None],
+    resources: Mapping[str, lp_processes.PythonProcess],
+) -> None:
+    """Tells the nodes how they are launched, and their addresses; in the order Launchpad does."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(sys.argv, known_only=True)
+    for label, members in program.groups.items():
         for node in members:
-            node._initialize_context(
-                lp_context.LaunchType.LOCAL_MULTI_PROCESSING,
-                launch_config=resources.get(label, lp_processes.PythonProcess()),
-            )
-    for label, members in groups.items():
+            node.launch_context.initialize(launch_type, resources.get(label), stopper)
+    for label, members in program.groups.items():
         for node in members:
             for handle in node.input_handles:
                 handle.connect(node, label)
     for node in program.get_all_nodes():
         node.bind_addresses()
+
+
+def _commands(
+    program: lp.Program, resources: Mapping[str, lp_processes.PythonProcess], grace: float
+) -> list[tuple[str, str, Any]]:
+    """Returns `(group, title, command)` of each process, as Launchpad's own launcher makes them."""
+    plain = {label: lp_processes.PythonProcess() for label in program.groups}
+    _prepare(
+        program,
+        lp_context.LaunchType.LOCAL_MULTI_PROCESSING,
+        functools.partial(_ask_to_stop, os.getpid()),
+        {**plain, **resources},
+    )
     commands = []
-    for label, members in groups.items():
-        executables = members[0].to_executables(members, label, members[0].launch_context)
-        for node, command in zip(members, executables, strict=True):
-            # The worker would kill itself after 10 s; how long it may take is decided here.
-            command.command_as_list.append(f"--lp_termination_notice_secs={int(grace) + 10}")
-            commands.append((label, node, command))
+    for label, members in program.groups.items():
+        for command in members[0].to_executables(members, label, members[0].launch_context):
+            # The worker would kill itself after 10 s; how long it may take is decided here. With
+            # the launcher gone, its own limit is what counts.
+            command.command_as_list.append(f"--lp_termination_notice_secs={int(grace) + 1}")
+            commands.append((label, command.title.replace("/", "-"), command))
     return commands
 
 
 def run_threads(
-    program: lp.Program, launch_type: str, tick: Callable[[], None] = lambda: None
+    program: lp.Program,
+    launch_type: str,
+    tick: Callable[[], None] = lambda: None,
+    policies: Mapping[str, RestartPolicy] | None = None,
+    grace: float = 30.0,
 ) -> int:
-    """Runs a program as threads of this process, by Launchpad's own launcher.
+    """Runs a program as threads of this process, and returns when all have ended.
+
+    Threads are not started again. Signals are handled as by `ProcessProgram.run` where this is the
+    main thread.
 
     Args:
       program: what to run.
-      launch_type: "local_mt" or "test_mt".
+      launch_type: "local_mt", or "test_mt", which also checks that every node pickles.
       tick: called a few times a second.
+      policies: by group; only `fatal` counts here.
+      grace: seconds that nodes have to end once they are told to.
 
     Returns:
-      0: a signal ends it like a node does.
+      The first signal that asked for the end, or 0.
 
     Raises:
-      ProgramFailed: a node failed.
+      ProgramFailed: a node failed, or did not end in time; caused by the first failure.
     """
-    test_case = absltest.TestCase() if launch_type == "test_mt" else None
-    manager = lp.launch(program, launch_type=launch_type, test_case=test_case)
-    ended = threading.Event()
+    kind = lp_context.LaunchType(launch_type)
+    if kind is lp_context.LaunchType.TEST_MULTI_THREADING:
+        for label, members in program.groups.items():
+            serialization.check_nodes_are_serializable(label, members)
+    stopping = threading.Event()
+    received: list[int] = []
+    failures: list[tuple[str, BaseException]] = []
 
-    def show() -> None:
-        while not ended.wait(_POLL_SECONDS):
-            tick()
+    def handle(number: int, frame: Any) -> None:
+        del frame
+        stopping.set()
+        if number != signal.SIGUSR1:
+            if received and number == signal.SIGINT:
+                os._exit(128 + number)  # Threads cannot be killed.
+            received.append(number)
 
-    ticker = threading.Thread(target=show, name="progress")
-    ticker.start()
+    def guard(label: str, function: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                if not (policies or {}).get(label, RestartPolicy()).fatal:
+                    logging.exception("%s failed; the program goes on without it", label)
+                    return
+                failures.append((label, error))
+                stopping.set()
+
+        return run
+
+    _prepare(program, kind, stopping.set, {})
+    with _launchpad_signals():
+        # It gives nodes their stop event. Its own ways with signals and failures are not used.
+        with flagsaver.flagsaver(lp_termination_notice_secs=-1):
+            manager = worker_manager.WorkerManager(kill_main_thread=False, register_signals=False)
+        with _handlers(handle):
+            for label, members in program.groups.items():
+                context = members[0].launch_context
+                for function in members[0].to_executables(members, label, context):
+                    manager.thread_worker(label, guard(label, function))
+            waiter = threading.Thread(
+                target=manager.wait, kwargs={"raise_error": False}, name="waiter", daemon=True
+            )
+            waiter.start()
+            while waiter.is_alive() and not stopping.wait(_POLL_SECONDS):
+                tick()
+            # Sets the nodes' stop event and calls whom they registered.
+            ender = threading.Thread(target=manager.stop_and_wait, name="ender", daemon=True)
+            ender.start()
+            deadline = time.monotonic() + grace
+            while ender.is_alive() and time.monotonic() < deadline:
+                tick()
+                ender.join(_POLL_SECONDS)
+            stuck = ender.is_alive()
+            if not stuck:
+                waiter.join()
+    if failures:
+        label, error = failures[0]
+        raise ProgramFailed(f"{label}: {type(error).__name__}: {error}") from error
+    if stuck:
+        raise ProgramFailed(f"a node did not end within {grace:.0f} s; its thread still runs")
+    return received[0] if received else 0
+
+
+@contextlib.contextmanager
+def _launchpad_signals() -> Iterator[None]:
+    """Puts back the signal handlers that Launchpad's worker manager replaces for good."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
-        manager.wait()
-    except Exception as error:
-        raise ProgramFailed(f"{type(error).__name__}: {error}") from error
+        yield
     finally:
-        ended.set()
-        ticker.join()
-        if test_case is not None:
-            test_case.doCleanups()
-    return 0
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)

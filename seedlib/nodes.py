@@ -17,6 +17,7 @@ from typing import Any
 import launchpad as lp
 from absl import logging
 from launchpad import address as lp_address
+from launchpad.launch import worker_manager
 from launchpad.nodes import base as lp_base
 
 from seedlib import metrics, run_directory
@@ -27,6 +28,9 @@ from seedlib.components import evaluator as evaluator_lib
 
 RESTARTS_VARIABLE = "SEEDLIB_RESTARTS"
 """How often the launcher restarted this process; keeps an actor from replaying its streams."""
+
+PROCESS_VARIABLE = "SEEDLIB_PROCESS"
+"""The name that the launcher gave this process, `actor-0` for example, for people who look."""
 
 _PARTNER_TIMEOUT = 300.0
 
@@ -52,7 +56,6 @@ class _Instances:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._instances: dict[str, Any] = {}
-        self._failed = False
 
     def put(self, node: str, instance: Any) -> None:
         with self._condition:
@@ -189,7 +192,39 @@ class _NoRemote:
         )
 
 
-def colocate(*nodes: Node) -> lp.MultiThreadingColocation:
+class Colocation(lp.MultiThreadingColocation):
+    """Launchpad's colocation, but no failure is lost and nobody is left behind.
+
+    Where a node fails the others are told, and waited for: a learner writes its checkpoint and
+    summary before the process ends with the failure. Launchpad's own raises at once, and forgets
+    what fails after the program was told to stop.
+    """
+
+    def run(self) -> None:
+        """Runs the nodes as threads of this process; raises the first failure, when all ended."""
+        manager = worker_manager.get_worker_manager()
+        failures: list[BaseException] = []
+
+        def guard(function: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> None:
+                try:
+                    function()
+                except BaseException as error:
+                    failures.append(error)
+                    raise  # The manager then tells the others to stop.
+
+            return run
+
+        group = f"coloc_{id(self)}"
+        for node in self.nodes:
+            node._launch_context = self._launch_context
+            manager.thread_worker(group, guard(node.function))
+        manager.wait([group], raise_error=False)
+        if failures:
+            raise failures[0]
+
+
+def colocate(*nodes: Node) -> Colocation:
     """Puts nodes in one process, as threads. Their handles then stand for the components.
 
     Args:
@@ -198,7 +233,7 @@ def colocate(*nodes: Node) -> lp.MultiThreadingColocation:
     process = uuid.uuid4().hex
     for node in nodes:
         node.placement.process = process
-    return lp.MultiThreadingColocation(list(nodes))
+    return Colocation(list(nodes))
 
 
 def _local_port(address: lp_address.Address) -> int:

@@ -187,23 +187,27 @@ class RunDirectory:
         write_atomically(path, text, durable=True)
         return path
 
-    def failures(self) -> list[tuple[str, str]]:
-        """Returns `(node, traceback)` of every recorded failure, the earliest first."""
+    def failures(self, pid: int | None = None) -> list[tuple[str, str]]:
+        """Returns `(node, traceback)` of every recorded failure, the earliest first.
+
+        Args:
+          pid: only those that this process recorded; None for all.
+        """
         try:
             names = sorted(os.listdir(self.file(_FAILURES)))
         except FileNotFoundError:
             return []
         found = []
         for name in names:
-            match = re.fullmatch(r"\d{20}-\d+-(.*)\.txt", name)
-            if match:
+            match = re.fullmatch(r"\d{20}-(\d+)-(.*)\.txt", name)
+            if match and pid in (None, int(match.group(1))):
                 with open(os.path.join(self.file(_FAILURES), name), encoding="utf-8") as file:
-                    found.append((urllib.parse.unquote(match.group(1)), file.read()))
+                    found.append((urllib.parse.unquote(match.group(2)), file.read()))
         return found
 
-    def first_failure(self) -> tuple[str, str] | None:
-        """Returns `(node, traceback)` of the earliest failure, or None."""
-        return next(iter(self.failures()), None)
+    def first_failure(self, pid: int | None = None) -> tuple[str, str] | None:
+        """Returns `(node, traceback)` of the earliest failure (of one process), or None."""
+        return next(iter(self.failures(pid)), None)
 
     def clear_failures(self) -> str | None:
         """Moves what earlier runs recorded aside, so that `first_failure` means this run.

@@ -7,12 +7,21 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import json
+import numbers
+import threading
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from seedlib import specs
 from seedlib.agents.agent import Agent
+
+# The learner and inference of one process ask at the same time, and shall get the same agent.
+# Reentrant, since an agent of one's own may be made of another.
+_MAKING = threading.RLock()
 
 
 class AgentError(ValueError):
@@ -42,7 +51,8 @@ class AgentFactory:
           ValueError: the agent refuses the environment or an option.
         """
         key = json.dumps([self.name, sorted(self.options.items())], default=list)
-        return _make(self, key)
+        with _MAKING:
+            return _make(self, key)
 
     def check(self) -> None:
         """Refuses what can be refused without JAX: before any process is started.
@@ -67,20 +77,37 @@ class AgentFactory:
 @functools.lru_cache(maxsize=8)
 def _make(factory: AgentFactory, key: str) -> Agent:
     del key  # Equal factories compare equal; the key tells options apart in the cache's hash.
-    module_name, colon, function = factory.name.partition(":")
-    if colon:
-        try:
-            make = getattr(importlib.import_module(module_name), function)
-        except (ImportError, AttributeError) as error:
-            raise AgentError(f"unknown agent {factory.name!r}: {error}") from error
-        return make(factory.environment_spec, **factory.options)
+    if ":" in factory.name:
+        return _make_own(factory)
     package = importlib.import_module(_package(factory.name))
     return package.make_agent(factory.environment_spec, config_of(factory.name, factory.options))
 
 
+def _make_own(factory: AgentFactory) -> Agent:
+    """Returns what a user's function makes."""
+    name = factory.name
+    module_name, _, function = name.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise AgentError(f"unknown agent {name!r}: {module_name!r} is not the name of a module")
+    try:
+        make = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise AgentError(f"unknown agent {name!r}: {error}") from error
+    try:
+        inspect.signature(make).bind(factory.environment_spec, **factory.options)
+    except TypeError as error:
+        raise AgentError(f"agent {name}: {error}") from error
+    agent = make(factory.environment_spec, **factory.options)
+    if not isinstance(agent, Agent):
+        raise AgentError(f"agent {name}: returned a {type(agent).__name__}, not an Agent")
+    return agent
+
+
 def _package(name: str) -> str:
     package = f"seedlib.agents.{name}"
-    if not name.isidentifier() or importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package) if name.isidentifier() else None
+    # Beside the agents lie plain modules that they share, and Python's own folders.
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         raise AgentError(f"unknown agent {name!r}; possible are vtrace and <module>:<function>")
     return package
 
@@ -94,13 +121,31 @@ def config_of(name: str, options: Mapping[str, Any]) -> Any:
     """
     package = _package(name)
     config = importlib.import_module(f"{package}.config").Config
-    fields = {field.name for field in dataclasses.fields(config)}
-    for option in options:
+    hints = typing.get_type_hints(config)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(config)}
+    for option, value in options.items():
         if option not in fields:
             raise AgentError(
                 f"agent {name} has no setting {option!r}; it has {', '.join(sorted(fields))}"
             )
+        if not _fits(value, fields[option]):
+            hint = fields[option]
+            expected = str(hint) if typing.get_origin(hint) else hint.__name__
+            raise AgentError(f"agent {name}: {option} must be {expected}, got {value!r}")
     return config(**options)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value is of a type; what is no plain type fits always."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is tuple and arguments[1:] == (...,):
+        return isinstance(value, tuple | list) and all(_fits(x, arguments[0]) for x in value)
+    if hint in (int, float):
+        kind = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool)
+    return origin is not None or not isinstance(hint, type) or isinstance(value, hint)
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, Any]:

@@ -44,9 +44,15 @@ class Checkpointer:
         self._directory = pathlib.Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "counters": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
                 create=True,
+                # What a crash in the middle of a save left behind.
+                cleanup_tmp_directories=True,
                 # Saving beside training would need a copy that no donated buffer shares.
                 enable_async_checkpointing=False,
             ),
@@ -78,8 +84,9 @@ class Checkpointer:
                 force=True,
             )
             self._manager.wait_until_finished()
-        except OSError as error:
-            raise CheckpointError(f"{self._directory}/{number}: {error}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            # A full disk is an OSError to Python and one of the others to the array storage.
+            raise CheckpointError(f"{self._directory}/{number}: {_first_line(error)}") from error
 
     def restore(self, like: Any) -> Checkpoint | None:
         """Reads the newest whole checkpoint.
@@ -96,33 +103,45 @@ class Checkpointer:
         number = self.latest()
         if number is None:
             return None
+        where = f"{self._directory}/{number}"
         target = jax.tree_util.tree_map(
             lambda leaf: np.zeros(np.shape(leaf), np.asarray(leaf).dtype), like
         )
         try:
+            # Orbax casts other dtypes and lets other shapes pass, so the comparison is made here.
+            theirs = _describe(self._manager.item_metadata(number).state.tree)
+            ours = _describe(target)
+            for leaf in sorted(ours.keys() | theirs.keys()):
+                if ours.get(leaf) != theirs.get(leaf):
+                    raise CheckpointError(
+                        f"{where} does not fit this agent's training state: {leaf} is "
+                        f"{theirs.get(leaf, 'missing')} there, {ours.get(leaf, 'missing')} here"
+                    )
             restored = self._manager.restore(
                 number,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardRestore(target), counters=ocp.args.JsonRestore()
                 ),
             )
-        except (ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise CheckpointError(
-                f"{self._directory}/{number} does not fit this agent's training state: {reason}"
-            ) from error
-        for (path, mine), theirs in zip(
-            jax.tree_util.tree_leaves_with_path(target),
-            jax.tree_util.tree_leaves(restored["state"]),
-            strict=True,
-        ):
-            if np.shape(theirs) != mine.shape:
-                raise CheckpointError(
-                    f"{self._directory}/{number}: {jax.tree_util.keystr(path)} has shape "
-                    f"{np.shape(theirs)}, this agent's has {mine.shape}"
-                )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{where} cannot be read: {_first_line(error)}") from error
         return Checkpoint(restored["state"], dict(restored["counters"]))
 
     def close(self) -> None:
         """Frees what orbax holds."""
         self._manager.close()
+
+
+def _describe(state: Any) -> dict[str, str]:
+    """Returns dtype and shape of each leaf as text, by the leaf's dotted name."""
+    return {
+        # A named tuple lies in a checkpoint as a dict, so only the names of the keys count.
+        jax.tree_util.keystr(path, simple=True, separator="."): (
+            f"{leaf.dtype} {tuple(leaf.shape)}"
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,6 +8,7 @@ their use. An update that would make the training state non-finite is skipped on
 import collections
 import dataclasses
 import itertools
+import math
 import queue
 import threading
 import time
@@ -119,7 +120,7 @@ class Learner(core.Learner):
         )
         self._key = jax.device_put(jax.random.PRNGKey(config.seed), self._replicated)
         initial_key, self._update_key = jax.random.split(self._key)
-        self._state = jax.jit(agent.init, out_shardings=self._replicated)(initial_key)
+        self._state = jax.jit(_make_init(agent), out_shardings=self._replicated)(initial_key)
         self._update = jax.jit(
             _make_update(agent),
             donate_argnums=(0,),
@@ -187,8 +188,10 @@ class Learner(core.Learner):
             return False
         sample, batch = item
         self._observe_lag(sample.unrolls)
+        # 32 unsigned bits: a Python integer beyond 2^31 does not fit the type that JAX gives it.
+        count = np.uint32(self._dispatched % 2**32)
         self._state, self._params, metrics, priorities, finite = self._update(
-            self._state, batch, self._update_key, self._dispatched % 2**32
+            self._state, batch, self._update_key, count
         )
         self._dispatched += 1
         self._in_flight.append((sample, self._params, metrics, priorities, finite, taken))
@@ -196,17 +199,27 @@ class Learner(core.Learner):
             self._finish_update()
         return True
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the source or the learner is closed and no batch is left.
+
+        Raises:
+          BaseException: what the source raised.
+        """
+        ended = self._threads.wait(0) or self._stopping.is_set()
+        return ended and self._batches.empty()
+
     def _next_batch(self, timeout: float | None) -> Any:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            self._threads.check()
+            # Asked before the queue is: a thread that has ended puts nothing more into it.
+            ended = self._threads.wait(0) or self._stopping.is_set()
+            left = 0.0 if ended else deadline - time.monotonic()
             try:
                 # Short waits, since a failed prefetch thread cannot wake this one.
-                return self._batches.get(timeout=0.1 if timeout is None else min(timeout, 0.1))
+                return self._batches.get(timeout=max(0.0, min(left, 0.1)))
             except queue.Empty:
-                if self._stopping.is_set() or self._threads.wait(0):
-                    return None
-                if deadline is not None and time.monotonic() >= deadline:
+                if ended or left <= 0.0:
                     return None
 
     def _observe_lag(self, unrolls: types.Unroll) -> None:
@@ -225,7 +238,6 @@ class Learner(core.Learner):
         statistics = self.statistics
         statistics.update_seconds += time.monotonic() - dispatched
         statistics.updates += 1
-        self._last_metrics = metrics
         if not finite:
             statistics.skipped_updates += 1
             self._skipped_in_a_row += 1
@@ -235,6 +247,7 @@ class Learner(core.Learner):
                 raise LearnerError(f"{self._skipped_in_a_row} updates in a row skipped: {reason}")
             return
         self._skipped_in_a_row = 0
+        self._last_metrics = metrics
         started = time.monotonic()
         if self._publisher is not None:
             self._publisher.publish(statistics.updates, params)
@@ -257,7 +270,7 @@ class Learner(core.Learner):
                     return
                 if self.step(timeout=1.0):
                     break
-                if self._threads.wait(0):  # The source is closed.
+                if self.exhausted:
                     self.flush()
                     return
         self.flush()
@@ -268,7 +281,7 @@ class Learner(core.Learner):
             self._finish_update()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the last finished update's metrics as numbers; empty before the first."""
+        """Returns the metrics of the last update that was not skipped; empty before the first."""
         return {name: float(value) for name, value in self._last_metrics.items()}
 
     def get_variables(self, names: Sequence[str]) -> list[types.Nested]:
@@ -312,6 +325,21 @@ class Learner(core.Learner):
         self._threads.join(timeout=10.0)
 
 
+def _make_init(agent: Agent) -> Callable[[jax.Array], Any]:
+    """Returns `init(key) -> state` whose leaves have the types that they have ever after.
+
+    A leaf made of a Python number is "weakly typed", which a restored one is not, and the update
+    would be compiled anew for it.
+    """
+
+    def init(key: jax.Array) -> Any:
+        return jax.tree_util.tree_map(
+            lambda leaf: jax.lax.convert_element_type(leaf, jnp.result_type(leaf)), agent.init(key)
+        )
+
+    return init
+
+
 def _make_update(agent: Agent) -> Callable[..., Any]:
     """Returns the function that the training devices compute.
 
@@ -326,7 +354,7 @@ def _make_update(agent: Agent) -> Callable[..., Any]:
             for leaf in jax.tree_util.tree_leaves((result.state, result.priorities))
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         ]
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+        finite = jnp.all(jnp.stack([True, *(jnp.all(jnp.isfinite(leaf)) for leaf in floats)]))
         state = jax.tree_util.tree_map(
             lambda new, old: jnp.where(finite, new, old), result.state, state
         )

@@ -20,6 +20,9 @@ from seedlib.components import episodes as episodes_lib
 from seedlib.components import inference as inference_lib
 from seedlib.components import learner as learner_lib
 
+# A program that ends may close the table a moment before it tells the learner to stop.
+_SOURCE_GONE_SECONDS = 5.0
+
 
 class Trainer:
     """Runs a learner from the newest checkpoint to the end. `run` belongs to one thread."""
@@ -164,12 +167,15 @@ class Trainer:
         try:
             while not (self.monitor.done or stop()):
                 self._threads.check()
-                self.learner.step(timeout=0.2)
+                if not self.learner.step(timeout=0.2) and self.learner.exhausted:
+                    self._wait_for_the_end(stop)
                 if time.monotonic() - self._checkpointed > self._config.checkpoint_period:
                     self.save()
-            reason = "num_steps" if self.monitor.done else "stopped"
+            ended = "num_steps" if self.monitor.done else "stopped"
+            self.learner.flush()
             figures = self.figures()
             self.save()
+            reason = ended
         finally:
             self._stop_reporting.set()
             if reason == "failed":
@@ -179,8 +185,20 @@ class Trainer:
             self._logger.write({**figures, **self.learner.metrics()})
         return reason
 
+    def _wait_for_the_end(self, stop: Callable[[], bool]) -> None:
+        """Waits until a run without a source of batches is told to stop, as it soon should be."""
+        deadline = time.monotonic() + _SOURCE_GONE_SECONDS
+        while not (self.monitor.done or stop()):
+            if time.monotonic() > deadline:
+                raise learner_lib.LearnerError(
+                    "the source of batches was closed before the end of the run"
+                )
+            time.sleep(0.02)
+
     def close(self) -> None:
         """Ends the learner's source and thread, and closes the files. May be called twice."""
-        self.learner.close()
-        self._logger.close()
-        self._checkpointer.close()
+        try:
+            self.learner.close()
+        finally:
+            self._logger.close()
+            self._checkpointer.close()

@@ -89,15 +89,15 @@ class Recorder:
 
     def __init__(self):
         self.batches = []
-        self._closed = False
+        self.closed = False
 
     def insert(self, unrolls):
-        if self._closed:
+        if self.closed:
             raise tables.SinkClosed("closed")
         self.batches.append(unrolls)
 
     def close(self):
-        self._closed = True
+        self.closed = True
 
     def unrolls(self):
         """Returns every unroll apart, in order; leaves `[L, ...]`."""
@@ -148,14 +148,17 @@ class Observed:
 
 @contextlib.contextmanager
 def serving(agent, spec, sink=None, observer=None, params=None, devices=None, **config):
-    """Yields a started inference server; `server.store` is where its parameters come from."""
+    """Yields a started inference server; `server.store` is where its parameters come from.
+
+    At a good end a `Recorder` gets what was answered: it is closed only after that.
+    """
     devices = devices or jax.local_devices()[:1]
     store = parameters.ParameterStore(devices)
     if params is None:
         params = agent.policy_params(agent.init(jax.random.PRNGKey(0)))
     store.publish(0, params)
     config.setdefault("max_environments", 16)
-    config.setdefault("batch_sizes", (1, 4, 8))
+    config.setdefault("batch_sizes", (8,))  # One, since each is compiled.
     config.setdefault("batch_timeout", 0.002)
     config.setdefault("step_timeout", PATIENCE)
     server = inference.InferenceServer(
@@ -165,8 +168,20 @@ def serving(agent, spec, sink=None, observer=None, params=None, devices=None, **
     try:
         server.start(PATIENCE)
         yield server
+        if type(sink) is Recorder and not sink.closed and server.ready:
+            settle(server)
     finally:
         server.stop()
+
+
+def settle(server):
+    """Waits until what was answered is counted too, and is in unrolls; nobody may step meanwhile."""
+    for lane in server._lanes:
+        batcher = lane.batcher
+        # In the order of a batch's life, so that none slips through between two looks.
+        wait_until(
+            lambda batcher=batcher: not (batcher._filling or batcher._full or batcher._taken)
+        )
 
 
 _INCARNATIONS = itertools.count()

@@ -1,0 +1,214 @@
+"""Runs whole programs as a user does, and looks at their processes from outside."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+START = 120.0
+"""Seconds that a program may take from its start to its first steps, on a busy machine."""
+
+
+def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
+    """Polls until `condition()` is true, and returns what it returned.
+
+    Raises:
+      TimeoutError: it was not within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout:.0f} s: {what}")
+        time.sleep(0.05)
+    return value
+
+
+@dataclasses.dataclass
+class Program:
+    """A program that was started. `wait` or `kill` ends it."""
+
+    process: subprocess.Popen[str]
+    logdir: pathlib.Path
+    output: pathlib.Path
+    workers: dict[int, psutil.Process] = dataclasses.field(default_factory=dict)
+
+    def look(self) -> list[psutil.Process]:
+        """Returns the launcher's processes that live now; remembers every one ever seen."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.workers.setdefault(child.pid, child)
+        return self.left()
+
+    def left(self) -> list[psutil.Process]:
+        """Returns those of the processes ever seen that are still there."""
+        return [worker for worker in self.workers.values() if alive(worker)]
+
+    def named(self, title: str) -> psutil.Process:
+        """Returns the process of a group and number, `learner-0` for example."""
+        found = [worker for worker in self.look() if title_of(worker) == title]
+        assert len(found) == 1, (title, [title_of(worker) for worker in self.look()])
+        return found[0]
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the newest progress; empty before there is any."""
+        path = self.logdir / "progress.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def summary(self) -> dict[str, Any]:
+        """Returns `summary.json`."""
+        return json.loads((self.logdir / "summary.json").read_text())
+
+    def wait_for_steps(self, steps: int = 1, timeout: float = START) -> None:
+        """Waits until the run has counted so many agent steps."""
+
+        def reached() -> bool:
+            assert self.process.poll() is None, f"it has ended:\n{self.text()}"
+            return self.figures().get("agent_steps", 0) >= steps
+
+        wait_until(reached, timeout, f"{steps} agent steps; {self.figures()}; {self.text()}")
+
+    def checkpoints(self) -> list[int]:
+        """Returns the numbers of the whole checkpoints, in order."""
+        folder = self.logdir / "checkpoints"
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the launcher alone."""
+        self.look()
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float) -> int:
+        """Waits for the launcher's end and returns its exit code; looks at its processes."""
+        wait_until(
+            lambda: self.process.poll() is not None or self.look() is None,
+            timeout,
+            f"the end of the launcher; {self.figures()}; {self.text()}",
+        )
+        return self.process.returncode
+
+    def wait_until_gone(self, timeout: float) -> float:
+        """Waits until the launcher and all its processes are gone; returns the seconds."""
+        started = time.monotonic()
+        self.wait(timeout)
+        wait_until(lambda: not self.left(), timeout, f"the end of {self.left()}")
+        return time.monotonic() - started
+
+    def text(self) -> str:
+        """Returns what the launcher has printed."""
+        return self.output.read_text(errors="replace")
+
+    def last_lines(self, count: int = 1) -> list[str]:
+        """Returns the last lines that the launcher printed."""
+        return self.text().strip().splitlines()[-count:]
+
+    def log(self, name: str) -> str:
+        """Returns what a process has printed, `actor-0` for example."""
+        return (self.logdir / "logs" / f"{name}.log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """Leaves nothing behind, whatever the test did."""
+        self.look()
+        for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+            process.kill()
+        self.process.wait()
+        for worker in self.left():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+
+def alive(process: psutil.Process) -> bool:
+    """Returns whether a process is there; one that has ended and waits to be reaped is not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def title_of(worker: psutil.Process) -> str:
+    """Returns the title that the launcher gave a process; "" for one that it did not start."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return worker.environ().get("SEEDLIB_PROCESS", "")
+    return ""
+
+
+def command(logdir: pathlib.Path, *arguments: str) -> list[str]:
+    """Returns the command of a small SEED program; later arguments override earlier ones."""
+    small = ["--env=catch", "--num_actors=1", "--envs_per_actor=8", "--agent_option=batch_size=8"]
+    return [sys.executable, "-m", "programs.seed", f"--logdir={logdir}", *small, *arguments]
+
+
+@contextlib.contextmanager
+def started(
+    logdir: pathlib.Path, *arguments: str, path: pathlib.Path | None = None
+) -> Iterator[Program]:
+    """Starts a program, and leaves nothing of it behind.
+
+    Args:
+      logdir: the run's.
+      *arguments: flags, after those of `command`.
+      path: where the user's own modules are.
+    """
+    output = logdir.parent / f"{logdir.name}.output"
+    with open(output, "a") as stream:
+        process = subprocess.Popen(
+            command(logdir, *arguments),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=surroundings(path),
+            text=True,
+        )
+    program = Program(process, logdir, output)
+    try:
+        yield program
+    finally:
+        program.kill()
+
+
+def surroundings(path: pathlib.Path | None) -> dict[str, str]:
+    """Returns the environment variables of a program; `path` is where the user's modules are."""
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(path)])
+    return environment
+
+
+def refused(logdir: pathlib.Path | None, *arguments: str, path: pathlib.Path | None = None) -> str:
+    """Runs a program that must be refused; returns the one line that it says.
+
+    Raises:
+      AssertionError: it was not refused with exit code 2 and one line.
+    """
+    full = command(logdir or pathlib.Path("unused"), *arguments)
+    if logdir is None:
+        full = [part for part in full if not part.startswith("--logdir")]
+    result = subprocess.run(
+        full,
+        cwd=ROOT,
+        env=surroundings(path),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    shown = result.stdout + result.stderr
+    assert result.returncode == 2, shown
+    lines = shown.strip().splitlines()
+    assert len(lines) == 1, shown
+    return lines[0]
+
+
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
