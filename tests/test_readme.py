@@ -53,8 +53,12 @@ EXAMPLES = [command for command in COMMANDS if "programs.examples" in command]
 PROGRAMS = [
     command
     for command in COMMANDS
-    if "-m programs." in command and command not in EXAMPLES and "--help" not in command
+    if "-m programs." in command
+    and command not in EXAMPLES
+    and "--help" not in command
+    and "runs/resumed" not in command
 ]
+RESUMED = [command for command in COMMANDS if "-m programs." in command and "resumed" in command]
 
 
 def run(command: str, folder: pathlib.Path, expected: int = 0) -> str:
@@ -71,13 +75,13 @@ def run(command: str, folder: pathlib.Path, expected: int = 0) -> str:
     return result.stdout
 
 
-def run_program(command: str, folder: pathlib.Path) -> pathlib.Path:
+def run_program(command: str, folder: pathlib.Path, num_steps: int = 2000) -> pathlib.Path:
     """Runs a program for a few steps; returns its log directory."""
-    said = run(f"{command} --num_steps=2000", folder)
+    said = run(f"{command} --num_steps={num_steps}", folder)
     summary = pathlib.Path(re.search(r"^summary: (.*)$", said, re.M)[1])
     figures = json.loads(summary.read_text())
     assert figures["exit_reason"] == "num_steps"
-    assert figures["agent_steps"] >= 2000
+    assert figures["agent_steps"] >= num_steps
     assert figures["learner_updates"] > 0
     return summary.parent
 
@@ -155,11 +159,18 @@ def test_make_train_with_variables_runs(command, tmp_path):
     run_program(made(command).removeprefix("exec "), tmp_path)
 
 
-@pytest.mark.parametrize("command", marked(list(dict.fromkeys(PROGRAMS))))
+@pytest.mark.parametrize("command", marked(PROGRAMS))
 def test_programs_run(command, tmp_path):
-    if "catch-1" not in command:
-        pytest.param()
     run_program(command, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_commands_that_go_on_with_a_run_do(tmp_path):
+    first, second = RESUMED
+    run_program(first, tmp_path)
+    summary = run_program(second, tmp_path, num_steps=4000) / "summary.json"
+    assert len(list(tmp_path.glob("runs/*"))) == 1
+    assert json.loads(summary.read_text())["agent_steps"] < 6000  # It did not begin anew.
 
 
 def test_the_examples_commands_are_the_ones_that_the_examples_give():
@@ -187,7 +198,7 @@ def test_every_command_is_of_a_kind_that_is_tested():
 
 
 def test_help_says_what_the_flags_are():
-    said = run(".venv/bin/python -m programs.seed --helpfull; true", ROOT)
+    said = run(".venv/bin/python -m programs.seed --help", ROOT)
     for flag in ("--env", "--num_actors", "--num_steps", "--lp_launch_type"):
         assert flag in said
 
@@ -204,7 +215,7 @@ def test_modules_that_commands_name_exist():
 
 def test_flags_that_are_named_exist():
     others = {
-        *("helpfull", "x", "out"),
+        *("help", "x", "out"),
         *("tasks", "seeds", "report_only"),  # Of benchmarks.learning.
         *("logdir",),  # Of TensorBoard too.
     }

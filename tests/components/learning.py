@@ -1,5 +1,6 @@
 """A tiny agent, lawful unrolls and sources of batches, for the tests of what trains."""
 
+import logging
 import threading
 from typing import Any, NamedTuple
 
@@ -38,11 +39,18 @@ class TinyState(NamedTuple):
     updates: Any
 
 
-def tiny_agent(batch_size=4, length=2, init=None, update=None) -> agent_lib.Agent:
+def tiny_agent(batch_size=4, length=2, init=None, update=None, noise=0.0) -> agent_lib.Agent:
     """An agent that fits `reward = observation @ w` by gradient descent.
 
     At the start target and parameters are the very same arrays. Its policy acts 0, and its extras
-    tell the parameters' first weight, so that a test sees which version acted.
+    are the weights, so that a test sees which version acted.
+
+    Args:
+      batch_size: unrolls in a batch.
+      length: transitions of an unroll.
+      init: in place of its own.
+      update: in place of its own.
+      noise: the size of random numbers that an update adds to the bias.
     """
 
     def make(key):
@@ -56,6 +64,7 @@ def tiny_agent(batch_size=4, length=2, init=None, update=None) -> agent_lib.Agen
     def learn(state, batch, key):
         value, gradient = jax.value_and_grad(loss)(state.params, batch.unrolls)
         params = jax.tree.map(lambda w, g: w - STEP_SIZE * g, state.params, gradient)
+        params["b"] += noise * jax.random.normal(key)
         target = jax.tree.map(lambda t, w: 0.75 * t + 0.25 * w, state.target, params)
         metrics = {"loss": value, "noise": jax.random.uniform(key)}
         return agent_lib.Update(TinyState(params, target, state.updates + 1), metrics, None)
@@ -167,6 +176,29 @@ class Published:
 
     def publish(self, version, params):
         self.versions.append((version, params, jax.tree.map(np.array, params)))
+
+
+class Log(logging.Handler):
+    """Keeps what is logged, from warnings on; `wait` waits for a first message."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+        self._any = threading.Event()
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+        self._any.set()
+
+    def wait(self):
+        assert self._any.wait(PATIENCE), "nothing was logged"
+
+    def __enter__(self):
+        logging.getLogger("absl").addHandler(self)
+        return self
+
+    def __exit__(self, *exc_info):
+        logging.getLogger("absl").removeHandler(self)
 
 
 class Call:

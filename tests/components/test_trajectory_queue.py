@@ -1,11 +1,9 @@
 """A queue gives each unroll once, in order and unchanged, holds writers up, and ends at once."""
 
-import logging
 import os
 import pathlib
 import subprocess
 import sys
-import threading
 
 import jax
 import numpy as np
@@ -39,29 +37,8 @@ def make_queue():
 @pytest.fixture
 def warnings():
     """Messages that are logged; `warnings.wait()` waits for one."""
-    with _Log() as log:
+    with learning.Log() as log:
         yield log
-
-
-class _Log(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages = []
-        self._any = threading.Event()
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-        self._any.set()
-
-    def wait(self):
-        assert self._any.wait(learning.PATIENCE), "nothing was logged"
-
-    def __enter__(self):
-        logging.getLogger("absl").addHandler(self)
-        return self
-
-    def __exit__(self, *exc_info):
-        logging.getLogger("absl").removeHandler(self)
 
 
 def numbered(start, stop, length=2):
@@ -244,10 +221,10 @@ def test_a_closed_end_stays_closed(make_queue):
 
 def test_stopping_a_queue_ends_both_of_its_blocked_ends(make_queue):
     full, empty = make_queue(2, warn_seconds=0.05), make_queue(2, warn_seconds=0.05)
-    with _Log() as log:
+    with learning.Log() as log:
         writing = learning.Call(full.writer().insert, numbered(0, 100))
         log.wait()
-    with _Log() as log:
+    with learning.Log() as log:
         reading = learning.Call(list, empty.reader())
         log.wait()
     learning.Call(full.stop).result(timeout=10.0)
@@ -416,10 +393,10 @@ from seedlib.components import configs, tables, trajectory_queue
 config = configs.TrajectoryQueueConfig(warn_seconds=0.05)
 layout = trajectory_queue.layout(learning.unroll_spec(), 2, config)
 full, empty = (trajectory_queue.TrajectoryQueue(layout, config) for _ in range(2))
-with here._Log() as log:
+with learning.Log() as log:
     writing = learning.Call(full.writer().insert, here.numbered(0, 100))
     log.wait()
-with here._Log() as log:
+with learning.Log() as log:
     reading = learning.Call(list, empty.reader())
     log.wait()
 full.stop()

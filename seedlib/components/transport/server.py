@@ -1,83 +1,22 @@
 """The server: offers any `PolicyService` on gRPC streams, one session for each stream."""
 
-import concurrent.futures
-import dataclasses
-import errno
 import hmac
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import grpc
 from absl import logging
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from seedlib.components.transport import deadlines, messages, options, service, wire
+from seedlib.components.transport.listener import Listener, ServerConfig
+
+__all__ = ["PolicyServer", "ServerConfig"]
 
 # Threads beyond those of streams: for health checks, and to refuse streams beyond the limit.
 _SPARE_THREADS = 4
 # How long a stop waits, after its grace, for sessions to return from a step that `close` has woken.
 _STOP_MARGIN = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerConfig:
-    """How a server listens and what it allows.
-
-    Attributes:
-      address: `host:port`, `unix:path` or `unix-abstract:name`. Port 0 lets the system choose.
-        `localhost` is 127.0.0.1. Any other host than a loopback address needs `credentials`, a
-        `run_token` or `allow_insecure`.
-      max_streams: sessions at a time. More are refused at once, and may come again.
-      max_message_bytes: largest message, either way; the same as the clients'. See
-        `wire.message_limit`.
-      handshake_timeout: seconds from the start of a stream to the end of its hello, and again to
-        open a session at the service.
-      keepalive_time: seconds without a byte from a client before it is asked for a sign of life.
-      keepalive_timeout: seconds that it has to answer; then its session is closed.
-      run_token: a secret that every client must present; "" where there is none.
-      credentials: for TLS; None talks in the clear.
-      allow_insecure: whether anyone who reaches a network address may open a session.
-    """
-
-    address: str = "localhost:0"
-    max_streams: int = 256
-    max_message_bytes: int = options.DEFAULT_MAX_MESSAGE_BYTES
-    handshake_timeout: float = 10.0
-    keepalive_time: float = 20.0
-    keepalive_timeout: float = 10.0
-    run_token: str = dataclasses.field(default="", repr=False)
-    credentials: grpc.ServerCredentials | None = dataclasses.field(default=None, repr=False)
-    allow_insecure: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses settings that cannot work or that let strangers in.
-
-        Raises:
-          ValueError: naming the field and its value (never the token).
-        """
-        options.check_address(self.address)
-        if self.max_streams < 1:
-            raise ValueError(f"max_streams must be at least 1, got {self.max_streams}")
-        if not 0 < self.handshake_timeout < float("inf"):
-            raise ValueError(
-                f"handshake_timeout must be above 0 seconds, got {self.handshake_timeout}"
-            )
-        options.check_limits(
-            self.max_message_bytes,
-            self.keepalive_time,
-            self.keepalive_timeout,
-            wire.MESSAGE_HEADROOM,
-        )
-        if len(self.run_token.encode()) > messages.MAX_TOKEN_BYTES:
-            raise ValueError(f"run_token must have at most {messages.MAX_TOKEN_BYTES} bytes")
-        guarded = self.credentials is not None or self.run_token or self.allow_insecure
-        if not options.is_local(self.address) and not guarded:
-            raise ValueError(
-                f"address {self.address} is open to the network: give credentials or a run_token, "
-                "or set allow_insecure"
-            )
 
 
 class PolicyServer:
@@ -97,13 +36,15 @@ class PolicyServer:
         self._deadlines = deadlines.Deadlines("transport-server-deadlines")
         self._lock = threading.Lock()
         self._stopping = False
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
-        self._server: grpc.Server | None = None
-        self._health: health.HealthServicer | None = None
         self._streams: set[_Stream] = set()
         self._all_ended = threading.Condition(self._lock)
-        self._address = ""
-        self._port = 0
+        self._listener = Listener(
+            "policy server",
+            options.SERVICE_NAME,
+            (_Handlers(self._serve),),
+            self._config.max_streams + _SPARE_THREADS,
+            self._config,
+        )
 
     def __enter__(self) -> "PolicyServer":
         """Starts, and returns itself."""
@@ -117,12 +58,12 @@ class PolicyServer:
     @property
     def address(self) -> str:
         """Where it listens, with the real port; "" before `start`."""
-        return self._address
+        return self._listener.address
 
     @property
     def port(self) -> int:
         """The port that it listens on; 0 before `start` and for unix sockets."""
-        return self._port
+        return self._listener.port
 
     def start(self) -> str:
         """Listens.
@@ -134,56 +75,9 @@ class PolicyServer:
           OSError: where the address cannot be bound, for example since it is in use.
           RuntimeError: where it was started before.
         """
-        config = self._config
-        if self._server is not None or self._stopping:
+        if self._stopping:
             raise RuntimeError("a policy server starts only once")
-        host, _, port = config.address.rpartition(":")
-        # `localhost` could be bound as ::1 alone while another server has 127.0.0.1.
-        address = f"127.0.0.1:{port}" if host == "localhost" else config.address
-        _refuse_live_socket(address)
-        threads = config.max_streams + _SPARE_THREADS
-        executor = concurrent.futures.ThreadPoolExecutor(threads, "transport-server")
-        server = grpc.server(
-            executor,
-            handlers=(_Handlers(self._serve),),
-            options=[
-                *options.common_options(
-                    config.max_message_bytes, config.keepalive_time, config.keepalive_timeout
-                ),
-                # Two servers on one port would each get half of the clients.
-                ("grpc.so_reuseport", 0),
-                # Clients choose how often they ask for a sign of life. gRPC would cut off who asks
-                # more than once in 5 minutes (three strikes); 0 means that none is counted.
-                ("grpc.http2.max_ping_strikes", 0),
-            ],
-            # What finds no thread is refused and not queued.
-            maximum_concurrent_rpcs=threads,
-        )
-        checks = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-        try:
-            if config.credentials is None:
-                bound = server.add_insecure_port(address)
-            else:
-                bound = server.add_secure_port(address, config.credentials)
-        except RuntimeError as error:
-            executor.shutdown()
-            raise _cannot_listen(address, str(error)) from None
-        if bound == 0:
-            executor.shutdown()
-            raise _cannot_listen(address, "gRPC gives no reason")
-        if not address.startswith("unix"):
-            self._port = bound
-            address = f"{address.rpartition(':')[0]}:{bound}"
-        self._address = address
-        self._executor, self._server, self._health = executor, server, checks
-        self.set_serving(False)
-        server.start()
-        if not options.is_local(address) and config.credentials is None:
-            logging.warning("policy server listens on %s without TLS", address)
-        else:
-            logging.info("policy server listens on %s", address)
-        return address
+        return self._listener.start()
 
     def set_serving(self, serving: bool) -> None:
         """Sets what the standard health service says. Not serving until told.
@@ -191,11 +85,7 @@ class PolicyServer:
         Raises:
           RuntimeError: before `start`.
         """
-        if self._health is None:
-            raise RuntimeError("the policy server is not started")
-        status = health_pb2.HealthCheckResponse
-        for name in (health.OVERALL_HEALTH, options.SERVICE_NAME):
-            self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+        self._listener.set_serving(serving)
 
     def stop(self, grace: float = 0.5) -> None:
         """Ends all streams and joins all threads. May be called twice.
@@ -208,19 +98,15 @@ class PolicyServer:
         """
         with self._lock:
             first, self._stopping = not self._stopping, True
-        if not first or self._server is None or self._executor is None:
+        if not first or not self._listener.end_calls(grace):
             return
-        self.set_serving(False)
-        # Returns once every stream has its status; their threads may still be in the service.
-        self._server.stop(grace).wait(grace + _STOP_MARGIN)
         with self._all_ended:
             ended = self._all_ended.wait_for(lambda: not self._streams, _STOP_MARGIN)
             stuck = [stream.name for stream in self._streams]
         if not ended:
             logging.error("policy server stops while steps of %s do not return", stuck)
-        self._executor.shutdown(wait=ended)
+        self._listener.join(wait=ended)
         self._deadlines.close()
-        logging.info("policy server on %s has stopped", self._address)
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Handles one stream, in a thread of the executor."""
@@ -416,22 +302,3 @@ def _abort_with(
     else:
         logging.error("%s: the service failed", name, exc_info=error)
     _abort(context, grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {text}")
-
-
-def _cannot_listen(address: str, reason: str) -> OSError:
-    text = messages.shorten(f"cannot listen on {address}; is it in use? ({reason})")
-    return OSError(errno.EADDRINUSE, text)
-
-
-def _refuse_live_socket(address: str) -> None:
-    """Refuses the path of a unix socket that a server answers on: gRPC would take it away."""
-    if not address.startswith("unix:"):
-        return
-    path = address.removeprefix("unix:").removeprefix("//")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise _cannot_listen(address, "a server answers there")
