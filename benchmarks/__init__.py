@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table. See `docs/performance.md`; `python -m benchmarks.run_all` runs all."""
+"""Benchmarks; each prints a table. `docs/performance.md` says what they measure."""

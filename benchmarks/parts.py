@@ -43,11 +43,9 @@ class Case:
         return inference.unroll_specs(self.agent, self.spec)
 
 
-def make_case(
-    torso: str, batch_size: int = 32, lstm: bool = False, observation: str | None = None
-) -> Case:
+def make_case(torso: str, batch_size: int = 32, lstm: bool = False) -> Case:
     """Returns a V-trace agent with a net, for the observation that suits it."""
-    spec = null_policy.environment_spec(null_policy.OBSERVATIONS[observation or NETS[torso]])
+    spec = null_policy.environment_spec(null_policy.OBSERVATIONS[NETS[torso]])
     config = config_lib.Config(torso=torso, batch_size=batch_size, lstm_size=256 if lstm else None)
     return Case(vtrace.make_agent(spec, config), spec)
 

@@ -198,6 +198,7 @@ def _whole(client: reverb.Client, unrolls: types.Unroll, block: int) -> Generato
                 rows = operator.itemgetter(slice(start, start + block))
                 writer.append(_columns(tree.map_structure(rows, unrolls)))
                 _create_item(writer, 1)
+            writer.flush()
             yield
 
 
@@ -214,6 +215,7 @@ def _stepwise(client: reverb.Client, unrolls: types.Unroll) -> Generator[None, N
                 for step in steps[1:]:
                     writer.append(step)
                 _create_item(writer, window)
+            writer.flush()  # Else the last item waits for a chunk that no step fills any more.
             yield
 
 

@@ -224,6 +224,13 @@ def from_flags(program: str) -> Experiment:
     spec = _look_at(environment)
     agent = loading.AgentFactory(FLAGS.agent, spec, options)
     agent.check()
+    if ":" not in FLAGS.agent and FLAGS.queue_capacity is not None:
+        batch_size = loading.config_of(FLAGS.agent, options).batch_size
+        if FLAGS.queue_capacity < batch_size:
+            raise ValueError(
+                f"queue_capacity must be at least one batch ({batch_size} unrolls), got "
+                f"{FLAGS.queue_capacity}"
+            )
 
     def choose(flag: int | None, default: int) -> int:
         return default if flag is None else flag

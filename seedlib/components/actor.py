@@ -78,7 +78,7 @@ class ActorConfig:
 
     max_failures: int = 5
     failure_window: float = 600.0
-    connect_timeout: float = 120.0
+    connect_timeout: float = 300.0
     step_timeout: float = 300.0
     run_token: str = ""
     evaluate: bool = False
@@ -105,8 +105,9 @@ def environment_seed(seed: int, environment_id: int, incarnation: int, evaluate:
 class SerialEnvironments:
     """Any dm_env environments, stepped one after the other. A `BatchedEnvironment`.
 
-    An environment that raises, or shows a value that is not finite, is rebuilt with another seed
-    after a pause; its episode breaks off without a LAST step. The other environments go on.
+    An environment that raises, or shows a value that is not finite, is rebuilt with another seed,
+    and again with growing pauses while that fails; its episode breaks off without a LAST step. The
+    actor's other environments wait meanwhile, and keep their episodes.
     """
 
     def __init__(

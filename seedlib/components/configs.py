@@ -50,6 +50,8 @@ class InferenceConfig:
       seed: of every random stream.
       step_timeout: seconds after which a request without an answer is an error.
       run_token: what a hello must bring; "" asks for none.
+      inline: whether a session's own thread does all work of its step, so that the server has no
+        threads; for programs of one thread, which are deterministic.
     """
 
     max_environments: int
@@ -60,6 +62,7 @@ class InferenceConfig:
     seed: int = 0
     step_timeout: float = 300.0
     run_token: str = ""
+    inline: bool = False
 
     def __post_init__(self) -> None:
         """Refuses settings that cannot be.
@@ -80,7 +83,8 @@ class LearnerConfig:
 
     Attributes:
       seed: of the initial state and of every update's random numbers.
-      prefetch: batches kept on the devices ahead of their use.
+      prefetch: batches kept on the devices ahead of their use; 0 has no thread for it, and a step
+        takes its batch from the source itself.
       updates_in_flight: updates given to the devices before the oldest must have finished. 1 keeps
         the policy lag lowest; 2 hides the host's work behind the devices'.
       max_skipped_updates: skipped updates in a row that stop the run.
@@ -97,7 +101,9 @@ class LearnerConfig:
         Raises:
           ValueError: naming the field and the value.
         """
-        for field in ("prefetch", "updates_in_flight", "max_skipped_updates"):
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+        for field in ("updates_in_flight", "max_skipped_updates"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
 

@@ -188,6 +188,8 @@ class InferenceServer:
         """
         for number, lane in enumerate(self._lanes):
             lane.warm_up(timeout)
+            if self._config.inline:
+                continue
             self._threads.start(lane.dispatch, f"dispatch-{number}")
             self._threads.start(lane.collect, f"collect-{number}")
         self._ready.set()
@@ -538,14 +540,7 @@ class _Lane:
                 batch = self.batcher.next_batch()
                 taken = time.monotonic()
                 assert batch is not None
-                time_step, header = batch.rows
-                header[batch.size :, _SLOT] = self._padding_slot
-                for request in batch.requests:
-                    if not request.tag.alive:
-                        header[request.start : request.stop, _SLOT] = self._padding_slot
-                version, params = self._parameters.get(self._device)
-                outputs, self._memory = self._step(params, self._memory, time_step, header)
-                self._in_flight.put((batch, outputs, version, time_step, header))
+                self._in_flight.put(self._give(batch))
                 statistics.wait_seconds += taken - started
                 statistics.dispatch_seconds += time.monotonic() - taken
         except batcher_lib.BatcherClosed:
@@ -553,17 +548,36 @@ class _Lane:
         finally:
             self._in_flight.put(None)
 
+    def _give(self, batch: batcher_lib.Batch) -> tuple[Any, ...]:
+        """Gives a batch to the device; returns what `_collect` takes."""
+        time_step, header = batch.rows
+        header[batch.size :, _SLOT] = self._padding_slot
+        for request in batch.requests:
+            if not request.tag.alive:
+                header[request.start : request.stop, _SLOT] = self._padding_slot
+        version, params = self._parameters.get(self._device)
+        outputs, self._memory = self._step(params, self._memory, time_step, header)
+        return batch, outputs, version, time_step, header
+
+    def turn(self) -> None:
+        """Does both stages for what waits, in the caller's thread: see `InferenceConfig.inline`."""
+        batch = self.batcher.next_batch(timeout=0.0)
+        if batch is not None:
+            try:
+                self._collect(*self._give(batch))
+            finally:
+                batch.release()
+
     def collect(self) -> None:
         """Second stage: waits for results, answers, and assembles unrolls."""
         while (item := self._in_flight.get()) is not None:
-            batch, outputs, version, time_step, header = item
             try:
-                self._collect(batch, outputs, version, time_step, header)
+                self._collect(*item)
             except tables.SinkClosed:
                 self.close()  # Nobody learns any more, so nobody shall wait for an answer.
                 return
             finally:
-                batch.release()
+                item[0].release()
 
     def _collect(
         self,

@@ -121,9 +121,12 @@ class Learner(core.Learner):
         self._key = jax.device_put(jax.random.PRNGKey(config.seed), self._replicated)
         initial_key, self._update_key = jax.random.split(self._key)
         self._state = jax.jit(_make_init(agent), out_shardings=self._replicated)(initial_key)
+        # JAX's checker of NaN computes an update again to find where it came from, and needs the
+        # state that was for that.
+        checked = jax.debug_nans.value or jax.debug_infs.value
         self._update = jax.jit(
             _make_update(agent),
-            donate_argnums=(0,),
+            donate_argnums=() if checked else (0,),
             out_shardings=self._replicated,
         )
         self._policy_params = jax.jit(
@@ -150,11 +153,7 @@ class Learner(core.Learner):
     def _prefetch(self) -> None:
         """Moves batches to the devices, ahead of their use."""
         for sample in self._source:
-            unrolls = sample.unrolls
-            weight = sample.weight
-            if weight is None:
-                weight = np.ones(self._agent.batch_size, np.float32)
-            batch = jax.device_put(Batch(unrolls._replace(info=()), weight), self._sharded)
+            batch = self._load(sample)
             while not self._stopping.is_set():
                 try:
                     self._batches.put((sample, batch), timeout=0.5)
@@ -164,6 +163,14 @@ class Learner(core.Learner):
             if self._stopping.is_set():
                 return
         self._threads.finish()
+
+    def _load(self, sample: tables.Sample) -> Batch:
+        """Moves a batch to the devices."""
+        weight = sample.weight
+        if weight is None:
+            weight = np.ones(self._agent.batch_size, np.float32)
+        batch = Batch(sample.unrolls._replace(info=()), weight)
+        return jax.device_put(batch, self._sharded)
 
     def step(self, timeout: float | None = None) -> bool:
         """Performs one update.
@@ -177,7 +184,7 @@ class Learner(core.Learner):
         Raises:
           LearnerError: several updates in a row had to be skipped.
         """
-        if not self._started:
+        if not self._started and self._config.prefetch:
             self._started = True
             self._threads.start(self._prefetch, "prefetch")
         started = time.monotonic()
@@ -210,6 +217,9 @@ class Learner(core.Learner):
         return ended and self._batches.empty()
 
     def _next_batch(self, timeout: float | None) -> Any:
+        if not self._config.prefetch:
+            sample = next(iter(self._source), None)
+            return None if sample is None else (sample, self._load(sample))
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             # Asked before the queue is: a thread that has ended puts nothing more into it.

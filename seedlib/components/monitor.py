@@ -51,7 +51,7 @@ class RunMonitor:
         return self._done.is_set()
 
     def start_clock(self) -> None:
-        """Begins to measure wall time and rates: when the first environments may connect."""
+        """Begins to measure wall time and rates: when training starts, compiling included."""
         with self._lock:
             self._started = time.monotonic()
 

@@ -48,13 +48,21 @@ def adapt(environment: Any, seed: int, name: str) -> dm_env.Environment:
 
 
 def check(argument: str, options: Mapping[str, Any]) -> None:
-    """Refuses a module or attribute that is not there, without calling it.
+    """Refuses what is not there, or does not take the options, without calling it.
 
     Raises:
-      UnknownEnvironmentError: naming it.
+      UnknownEnvironmentError: naming the module or attribute.
+      EnvironmentLoadError: naming the option.
     """
-    del options
-    _find(argument)
+    function = _seeded(_find(argument), 0, options)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some functions written in C do not tell.
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise errors.EnvironmentLoadError(f"environment {argument}: {error}") from None
 
 
 def make(argument: str, seed: int, options: Mapping[str, Any]) -> dm_env.Environment:

@@ -121,7 +121,7 @@ class GatedSink(Recorder):
 
     def insert(self, unrolls):
         self.blocked.set()
-        if not self._gate.wait(PATIENCE):
+        if not self._gate.wait(10 * PATIENCE):  # Others shall hang first.
             raise AssertionError("nobody opened or closed the sink")
         super().insert(unrolls)
 
@@ -175,7 +175,7 @@ def serving(agent, spec, sink=None, observer=None, params=None, devices=None, **
 
 
 def settle(server):
-    """Waits until what was answered is counted too, and is in unrolls; nobody may step meanwhile."""
+    """Waits until what was answered is counted and in unrolls; nobody may step meanwhile."""
     for lane in server._lanes:
         batcher = lane.batcher
         # In the order of a batch's life, so that none slips through between two looks.
@@ -259,7 +259,9 @@ class Call:
     """A call in a thread of its own, which must end."""
 
     def __init__(self, function, *args, **kwargs):
-        self._thread = threading.Thread(target=self._run, args=(function, args, kwargs))
+        self._thread = threading.Thread(
+            target=self._run, args=(function, args, kwargs), daemon=True
+        )
         self._outcome = None
         self._thread.start()
 

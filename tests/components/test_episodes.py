@@ -53,7 +53,7 @@ def test_an_episode_that_was_joined_in_the_middle_is_not_reported():
     tracker = episodes.EpisodeTracker(1)
     assert run(tracker, 0, [MID, MID, LAST]) == []
     assert run(tracker, 0, [LAST]) == []
-    assert run(tracker, 0, EPISODE) == [(7, 10.0, 10, False)]
+    assert run(tracker, 0, [*EPISODE, MID, LAST]) == [(7, 10.0, 10, False)]
 
 
 def test_an_episode_that_broke_off_is_not_reported_and_adds_nothing_to_the_next():

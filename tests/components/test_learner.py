@@ -133,15 +133,14 @@ from tests.components import learning, test_learner as here
 
 every = jax.local_devices()
 assert len(every) == 8
-splits = {f"{n} train": devices.DeviceSplit(every[:1], tuple(every[:n])) for n in (1, 2, 4, 8)}
+splits = {f"{n} train": devices.DeviceSplit(every[:1], tuple(every[:n])) for n in (2, 4)}
 splits["2 infer, 6 train"] = devices.split_devices(2, every)
-splits["default"] = devices.split_devices(None, every)
 splits["8 shared"] = devices.split_devices(0, every)
 splits["1 shared"] = devices.split_devices(None, every[:1])
 assert len(splits["2 infer, 6 train"].training) == 6
 for name, split in splits.items():
-    agent = here.vtrace_agent(batch_size=24, lstm_size=4)
-    samples = [here.with_state(s, agent) for s in learning.make_samples(3, batch=24, length=5)]
+    agent = here.vtrace_agent(batch_size=24)
+    samples = learning.make_samples(3, batch=24, length=5)
     store = parameters.ParameterStore(split.inference)
     one = learner.Learner(agent, learning.Source(samples), split, store)
     for version in range(1, 4):
@@ -193,9 +192,9 @@ def test_an_update_does_not_depend_on_how_many_devices_share_it(tmp_path):
         assert f"{count}: {message}" in lines
     assert not any(line.startswith("1:") for line in lines)
     names = sorted(path.stem for path in tmp_path.glob("*.npz"))
-    assert len(names) == 8
+    assert len(names) == 5
     loaded = {name: np.load(tmp_path / f"{name}.npz") for name in names}
-    expected = loaded["1 train"]
+    expected = loaded["1 shared"]
     for name in names:
         assert loaded[name].files == expected.files
         for leaf in expected.files:
@@ -221,14 +220,13 @@ def test_versions_that_readers_hold_stay_readable(make_learner, make):
     for update in range(300):
         one.step()
         if update % 100 == 50:
-            saved.append((one.save(), one.get_variables(["policy"])[0]))
-            saved[-1] += (jax.tree.map(np.array, saved[-1]),)
+            held = (one.save().state, one.get_variables(["policy"])[0])
+            saved.append((held, jax.tree.map(np.array, held)))
     assert len(published.versions) == 301
     for _, params, copy in published.versions:
         assert_equal(jax.device_get(params), copy)
-    for state, policy, (state_copy, policy_copy) in saved:
-        assert_equal(state.state, state_copy.state)
-        assert_equal(policy, policy_copy)
+    for held, copy in saved:
+        assert_equal(held, copy)
 
 
 def test_a_state_may_hold_the_same_array_twice(make_learner):
@@ -322,7 +320,7 @@ def test_a_bad_recurrent_state_is_named(make_learner):
     sample = with_state(learning.make_samples(1, length=5)[0], agent)
     jax.tree.leaves(sample.unrolls.initial_state)[0][1, 3] = np.inf
     one = make_learner(agent, [sample], max_skipped_updates=1)
-    with pytest.raises(learner.LearnerError, match="initial_state.* of environment 1 .* step 100"):
+    with pytest.raises(learner.LearnerError, match=r"initial_state.* of environment 1 .* step 100"):
         one.run()
 
 
@@ -342,11 +340,12 @@ def test_an_update_that_diverges_by_itself_is_told_from_a_bad_batch(make_learner
 
 
 def test_the_nan_checker_of_jax_names_the_nan_and_not_a_deleted_buffer(make_learner):
-    samples = learning.make_samples(3)
-    one = make_learner(learning.tiny_agent(), [samples[0], spoilt(samples[1]), samples[2]])
-    one.step()
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+    samples = learning.make_samples(2)
+    with jax.debug_nans(True):
+        one = make_learner(learning.tiny_agent(), [samples[0], spoilt(samples[1])])
         one.step()
+        with pytest.raises(FloatingPointError, match="nan"):
+            one.step()
 
 
 def test_priorities_go_back_to_the_table_they_came_from(make_learner):
@@ -382,19 +381,6 @@ def test_an_error_of_the_source_comes_out_of_step(make_learner, timeout):
 
     with pytest.raises(OSError, match="the table burnt down"):
         learning.Call(run).result()
-
-
-def test_a_batch_of_the_wrong_size_comes_out_of_step(make_learner):
-    one = make_learner(learning.tiny_agent(batch_size=4), learning.make_samples(1, batch=4))
-    one.step()
-    wrong = make_learner(learning.tiny_agent(batch_size=4, length=3), learning.make_samples(1, 0))
-    with pytest.raises(learner.LearnerError):
-        # An empty batch has no mean.
-        for _ in range(3):
-            wrong = make_learner(
-                learning.tiny_agent(), learning.make_samples(1, 0), max_skipped_updates=1
-            )
-            wrong.step()
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.05, 0.25])

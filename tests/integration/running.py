@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ import psutil
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 START = 120.0
 """Seconds that a program may take from its start to its first steps, on a busy machine."""
+END = 25.0
+"""Seconds that it may take to end, on a busy machine; about 3 of them are usual."""
 
 
 def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
@@ -147,26 +148,23 @@ def command(logdir: pathlib.Path, *arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(
-    logdir: pathlib.Path, *arguments: str, path: pathlib.Path | None = None
-) -> Iterator[Program]:
+def started(logdir: pathlib.Path, *arguments: str) -> Iterator[Program]:
     """Starts a program, and leaves nothing of it behind.
 
     Args:
       logdir: the run's.
       *arguments: flags, after those of `command`.
-      path: where the user's own modules are.
     """
     output = logdir.parent / f"{logdir.name}.output"
-    with open(output, "a") as stream:
+    with open(output, "w") as stream:
         process = subprocess.Popen(
             command(logdir, *arguments),
             cwd=ROOT,
+            env=surroundings(),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=surroundings(path),
             text=True,
         )
     program = Program(process, logdir, output)
@@ -176,32 +174,28 @@ def started(
         program.kill()
 
 
-def surroundings(path: pathlib.Path | None) -> dict[str, str]:
-    """Returns the environment variables of a program; `path` is where the user's modules are."""
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    environment["JAX_PLATFORMS"] = "cpu"
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(path)])
-    return environment
+def surroundings() -> dict[str, str]:
+    """Returns the environment variables of a program: what it needs to find the tests' modules."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
-def refused(logdir: pathlib.Path | None, *arguments: str, path: pathlib.Path | None = None) -> str:
+def refused(full: list[str]) -> str:
     """Runs a program that must be refused; returns the one line that it says.
+
+    Args:
+      full: the whole command.
 
     Raises:
       AssertionError: it was not refused with exit code 2 and one line.
     """
-    full = command(logdir or pathlib.Path("unused"), *arguments)
-    if logdir is None:
-        full = [part for part in full if not part.startswith("--logdir")]
     result = subprocess.run(
         full,
         cwd=ROOT,
-        env=surroundings(path),
+        env=surroundings(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=START,
         check=False,
     )
     shown = result.stdout + result.stderr
@@ -209,6 +203,3 @@ def refused(logdir: pathlib.Path | None, *arguments: str, path: pathlib.Path | N
     lines = shown.strip().splitlines()
     assert len(lines) == 1, shown
     return lines[0]
-
-
-SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
