@@ -5,6 +5,7 @@ A program file holds its graph alone; see `programs/seed.py`.
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import secrets
 import signal
@@ -224,7 +225,9 @@ def from_flags(program: str) -> Experiment:
     spec = _look_at(environment)
     agent = loading.AgentFactory(FLAGS.agent, spec, options)
     agent.check()
-    if ":" not in FLAGS.agent and FLAGS.queue_capacity is not None:
+    if ":" in FLAGS.agent:
+        _find_module(FLAGS.agent)
+    elif FLAGS.queue_capacity is not None:
         batch_size = loading.config_of(FLAGS.agent, options).batch_size
         if FLAGS.queue_capacity < batch_size:
             raise ValueError(
@@ -255,6 +258,23 @@ def from_flags(program: str) -> Experiment:
         max_restarts=FLAGS.max_restarts,
         threshold=preset.threshold,
     )
+
+
+def _find_module(agent: str) -> None:
+    """Refuses an agent of one's own whose module is not there.
+
+    It is not imported: that needs JAX, which takes seconds and is only the learner's to hold.
+
+    Raises:
+      ValueError: naming it.
+    """
+    module = agent.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # A folder above it is no package, or it is no name.
+        found = False
+    if not found:
+        raise ValueError(f"unknown agent {agent!r}: there is no module {module!r}")
 
 
 def _look_at(environment: environments.EnvironmentFactory) -> specs.EnvironmentSpec:

