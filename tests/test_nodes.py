@@ -49,7 +49,7 @@ class CountingWorker:
 
     def run(self, stop):
         kind = type(self._counter).__name__
-        same = self._counter in [entry for entry in nodes._INSTANCES._instances.values()]
+        same = self._counter in list(nodes._INSTANCES._instances.values())
         (self._directory / "found.txt").write_text(f"{kind} {same}")
         lp.stop()
 
@@ -166,7 +166,7 @@ def test_a_failure_is_recorded_in_the_run_directory_with_its_node(tmp_path, colo
 
 def test_nobody_waits_for_a_partner_that_cannot_start(tmp_path):
     class Unmade:
-        def __init__(self):
+        def __init__(self, address):
             raise OSError("no such table")
 
     missing = nodes.Node("queue", Unmade, remote=Client)

@@ -218,8 +218,10 @@ class Learner(core.Learner):
 
     def _next_batch(self, timeout: float | None) -> Any:
         if not self._config.prefetch:
-            sample = next(iter(self._source), None)
-            return None if sample is None else (sample, self._load(sample))
+            for sample in self._source:
+                return sample, self._load(sample)
+            self._threads.finish()
+            return None
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             # Asked before the queue is: a thread that has ended puts nothing more into it.

@@ -44,6 +44,7 @@ class RunMonitor:
         self._steps_before = 0
         self._wall_before = 0.0
         self._done = threading.Event()
+        self._finished = False
 
     @property
     def done(self) -> bool:
@@ -55,10 +56,15 @@ class RunMonitor:
         with self._lock:
             self._started = time.monotonic()
 
+    def finish(self) -> None:
+        """Ends the counting, so that a summary and a checkpoint of the run's end agree."""
+        with self._lock:
+            self._finished = True
+
     def observe(self, agent_steps: int, episodes: episodes_lib.Episodes | None) -> None:
         """See `StepObserver.observe`. What comes after the end is not counted."""
         with self._lock:
-            if self._done.is_set():
+            if self._done.is_set() or self._finished:
                 return
             new = {"agent_steps": agent_steps}
             if episodes is not None:

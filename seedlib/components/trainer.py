@@ -173,6 +173,10 @@ class Trainer:
                     self.save()
             ended = "num_steps" if self.monitor.done else "stopped"
             self.learner.flush()
+            self.monitor.finish()
+            # The last row of figures is written below, so none may come after it.
+            self._stop_reporting.set()
+            self._threads.join(timeout=10.0)
             figures = self.figures()
             self.save()
             reason = ended

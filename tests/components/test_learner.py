@@ -79,7 +79,7 @@ def fit(w, b, samples):
 
 
 @pytest.mark.parametrize("updates_in_flight", [1, 2, 5])
-@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_updates_are_those_of_the_agent_in_the_order_of_the_batches(
     make_learner, updates_in_flight, prefetch
 ):
@@ -391,9 +391,11 @@ def test_a_step_without_a_batch_returns_in_time(make_learner, timeout):
     assert timeout <= one.statistics.wait_seconds
 
 
-def test_what_is_left_of_a_source_that_ends_is_used(make_learner):
-    for count in range(6):
-        one = make_learner(learning.tiny_agent(), learning.make_samples(count), ends=True)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_what_is_left_of_a_source_that_ends_is_used(make_learner, prefetch):
+    for count in (0, 1, 5):
+        samples = learning.make_samples(count)
+        one = make_learner(learning.tiny_agent(), samples, ends=True, prefetch=prefetch)
         learning.Call(one.run).result()
         assert one.statistics.updates == count
         assert one.exhausted

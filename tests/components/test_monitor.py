@@ -85,6 +85,15 @@ def test_the_run_is_over_once_its_steps_are_reached():
         assert after[name] == before[name]
 
 
+def test_nothing_is_counted_once_the_counting_is_finished():
+    one = monitor.RunMonitor()
+    one.observe(3, make_episodes([1.0]))
+    one.finish()
+    one.observe(4, make_episodes([2.0]))
+    assert (one.figures()["agent_steps"], one.figures()["episodes"]) == (3, 1)
+    assert not one.done
+
+
 def test_a_run_without_a_limit_is_never_over():
     one = monitor.RunMonitor()
     one.observe(10**12, None)

@@ -1,6 +1,7 @@
 """Runs whole programs as a user does, and looks at their processes from outside."""
 
 import contextlib
+import csv
 import dataclasses
 import json
 import os
@@ -8,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -78,6 +79,11 @@ class Program:
 
         wait_until(reached, timeout, f"{steps} agent steps; {self.figures()}; {self.text()}")
 
+    def rows(self) -> list[dict[str, str]]:
+        """Returns the rows of `train.csv`."""
+        with open(self.logdir / "train.csv") as file:
+            return list(csv.DictReader(file))
+
     def checkpoints(self) -> list[int]:
         """Returns the numbers of the whole checkpoints, in order."""
         folder = self.logdir / "checkpoints"
@@ -141,24 +147,23 @@ def title_of(worker: psutil.Process) -> str:
     return ""
 
 
-def command(logdir: pathlib.Path, *arguments: str) -> list[str]:
-    """Returns the command of a small SEED program; later arguments override earlier ones."""
-    small = ["--env=catch", "--num_actors=1", "--envs_per_actor=8", "--agent_option=batch_size=8"]
+SMALL = ("--env=catch", "--num_actors=1", "--envs_per_actor=8", "--agent_option=batch_size=8")
+
+
+def command(logdir: pathlib.Path, *arguments: str, small: Sequence[str] = SMALL) -> list[str]:
+    """Returns the command of a SEED program; later arguments override the `small` ones."""
     return [sys.executable, "-m", "programs.seed", f"--logdir={logdir}", *small, *arguments]
 
 
 @contextlib.contextmanager
-def started(logdir: pathlib.Path, *arguments: str) -> Iterator[Program]:
-    """Starts a program, and leaves nothing of it behind.
-
-    Args:
-      logdir: the run's.
-      *arguments: flags, after those of `command`.
-    """
+def started(
+    logdir: pathlib.Path, *arguments: str, small: Sequence[str] = SMALL
+) -> Iterator[Program]:
+    """Starts a program, and leaves nothing of it behind. See `command`."""
     output = logdir.parent / f"{logdir.name}.output"
     with open(output, "w") as stream:
         process = subprocess.Popen(
-            command(logdir, *arguments),
+            command(logdir, *arguments, small=small),
             cwd=ROOT,
             env=surroundings(),
             stdin=subprocess.DEVNULL,

@@ -110,9 +110,7 @@ def test_a_program_leaves_everything_a_user_wants(ran, way):
     assert program.checkpoints()[-1] == summary["learner_updates"] > 0
     assert (program.logdir / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((program.logdir / "tensorboard").glob("events.out.tfevents.*"))
-    with open(program.logdir / "train.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert int(rows[-1]["agent_steps"]) == summary["agent_steps"]
+    assert int(program.rows()[-1]["agent_steps"]) == summary["agent_steps"]
     config = json.loads((program.logdir / "config.json").read_text())
     assert config["agent_options"]["batch_size"] == batch
     assert config["seed"] == 0
@@ -172,8 +170,7 @@ def test_evaluation_plays_the_episodes_asked_for_and_never_reaches_training(ran)
     assert summary["evaluation_return_mean_100"] == environments.EVALUATION_REWARD
     assert summary["evaluation_episodes"] >= 7 * len(rounds)
     assert -1.0 <= summary["return_mean_100"] <= 1.0
-    with open(ran.processes.logdir / "train.csv") as file:
-        values = [float(row["target"]) for row in csv.DictReader(file) if row.get("target")]
+    values = [float(row["target"]) for row in ran.processes.rows() if row.get("target")]
     # Targets of rewards in -1..1 at the end of an episode lie there too, up to the value's error.
     assert values and max(map(abs, values)) < 10.0
 
