@@ -132,7 +132,7 @@ def _observe(
     task: _Task, shape: _Shape, options: harness.Options
 ) -> tuple[list[live_program.Point], dict[str, list[float]]]:
     """Runs the program; returns points between which it was in its steady state, and memory."""
-    warm_up, window = options.pick(5.0, 2.0, 0.0), options.pick(6.0, 4.0, 1.0)
+    warm_up, window = options.pick(5.0, 2.0, 0.0), options.pick(5.0, 4.0, 1.0)
     windows = options.pick(5, 3, 1)
     with live_program.running(
         f"--env={task.env}",
@@ -149,7 +149,7 @@ def _observe(
 
 def _measure_floor(task: _Task, shape: _Shape, options: harness.Options) -> _Floor:
     """Measures environment, policy and update alone, as the program has them."""
-    seconds = options.pick(2.0, 1.0, 0.1)
+    seconds = options.pick(1.5, 1.0, 0.1)
     sample = environments.load(task.env)(seed=0)
     spec = specs.make_environment_spec(sample)
     sample.close()

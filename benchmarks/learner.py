@@ -26,7 +26,7 @@ COLUMNS = (
 _FULL = (
     ("mlp", (8, 32, 128), (32,)),
     ("shallow", (8, 16, 32), (16,)),
-    ("deep", (8,), (8,)),
+    ("deep", (4,), (4,)),
 )
 _QUICK = (("mlp", (32,), (32,)), ("shallow", (8,), ()))
 _SMOKE = (("mlp", (4,), ()),)
@@ -34,7 +34,7 @@ _SMOKE = (("mlp", (4,), ()),)
 
 def measure(options: harness.Options) -> Sequence[harness.Table]:
     """Returns one table."""
-    seconds = options.pick(1.0, 0.5, 0.05)
+    seconds = options.pick(0.6, 0.5, 0.05)
     rows = []
     for net, plain, recurrent in options.pick(_FULL, _QUICK, _SMOKE):
         for lstm, sizes in ((False, plain), (True, recurrent)):

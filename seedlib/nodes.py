@@ -105,7 +105,9 @@ class Handle(lp_base.Handle[Any]):
         """Returns the component itself in its own process, else a client."""
         if getattr(_CURRENT, "process", None) == self._placement.process:
             return _INSTANCES.get(self._placement, _CURRENT.stop)
-        return self._remote(self._address.resolve() if self._address is not None else None)
+        client = self._remote(self._address.resolve() if self._address is not None else None)
+        _CURRENT.clients = [*getattr(_CURRENT, "clients", []), client]
+        return client
 
 
 class Node(lp.PyClassNode[Handle, Any]):
@@ -132,7 +134,8 @@ class Node(lp.PyClassNode[Handle, Any]):
           constructor: makes the worker; nodes and handles among its arguments are dereferenced.
           *args: its arguments.
           directory: where failures are recorded.
-          remote: `remote(address) -> client` for other processes; None where there is none.
+          remote: `remote(address) -> client` for other processes; None where there is none. The
+            node that uses a client closes it (`close`) when it has run.
           **kwargs: its arguments; `address` is added where there is a `remote`.
         """
         identity = uuid.uuid4().hex
@@ -164,6 +167,7 @@ class Node(lp.PyClassNode[Handle, Any]):
         stop = lp.stop_event()
         _CURRENT.process = self.placement.process
         _CURRENT.stop = stop
+        _CURRENT.clients = []
         try:
             worker = self._construct_instance()
             if self._should_run:
@@ -178,6 +182,8 @@ class Node(lp.PyClassNode[Handle, Any]):
             # In one process programs may follow one another.
             if self._should_run:
                 _INSTANCES.remove(self.placement.node)
+                for client in _CURRENT.clients:
+                    client.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,8 +57,13 @@ class CountingWorker:
 class Client:
     """What a process gets that does not serve the counter."""
 
+    closed = 0
+
     def __init__(self, address):
         self.address = address
+
+    def close(self):
+        Client.closed += 1
 
 
 class FailingWorker:
@@ -138,6 +143,12 @@ def test_a_node_that_serves_its_own_process_only_says_so():
     with pytest.raises(TypeError, match="learner serves its own process only; colocate") as error:
         lonely.create_handle().dereference()
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_node_closes_the_clients_that_it_used(tmp_path):
+    before = Client.closed
+    run_threads(apart(tmp_path), tmp_path)
+    assert Client.closed == before + 1
 
 
 def test_no_instance_is_left_behind_by_a_program(tmp_path):

@@ -72,6 +72,8 @@ class ActorConfig:
       connect_timeout: seconds, from the first failed call, that the service may be out of reach
         before the actor gives up.
       step_timeout: seconds to wait for an answer.
+      environment_timeout: seconds after which an environment that does not come back from one step
+        or reset is taken to hang; the actor's process then ends, since nothing can end a call.
       run_token: what the service asks for.
       evaluate: whether the environments only evaluate.
     """
@@ -80,6 +82,7 @@ class ActorConfig:
     failure_window: float = 600.0
     connect_timeout: float = 300.0
     step_timeout: float = 300.0
+    environment_timeout: float = 300.0
     run_token: str = ""
     evaluate: bool = False
 
@@ -91,7 +94,7 @@ class ActorConfig:
         """
         if self.max_failures < 0:
             raise ValueError(f"max_failures must not be negative, got {self.max_failures}")
-        for field in ("failure_window", "connect_timeout", "step_timeout"):
+        for field in ("failure_window", "connect_timeout", "step_timeout", "environment_timeout"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
 
@@ -140,6 +143,8 @@ class SerialEnvironments:
         self._window = failure_window
         self._builds = [incarnation << 16] * len(self._ids)
         self._failures: list[float] = []
+        # The environment that is being stepped, and since when; for those who watch.
+        self._busy: tuple[int, float] | None = None
         self.failures = 0
         self._environments = [self._build(index) for index in range(len(self._ids))]
         self._spec = specs.make_environment_spec(self._environments[0])
@@ -199,10 +204,19 @@ class SerialEnvironments:
                     ),
                 )
         self._check_finite()
+        self._busy = None
         return self._time_steps
+
+    def stuck(self, seconds: float) -> str | None:
+        """Says which environment has not come back for `seconds`, or None. Any thread may ask."""
+        busy = self._busy
+        if busy is None or time.monotonic() - busy[1] < seconds:
+            return None
+        return f"environment {self._ids[busy[0]]} has not come back for {seconds:.0f} s"
 
     def _one(self, index: int, action: types.Nested | None) -> None:
         """Steps one environment, or rebuilds it where that fails."""
+        self._busy = (index, time.monotonic())
         try:
             environment = self._environments[index]
             self._store(index, environment.reset() if action is None else environment.step(action))

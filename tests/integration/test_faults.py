@@ -77,6 +77,9 @@ def story(tmp_path_factory):
         result.refusals["in use"] = running.refused(
             running.command(logdir, *flags, "--num_steps=5")
         )
+        # As a scheduler does that takes a machine away: everybody at once, the launcher last.
+        for worker in run.look():
+            worker.send_signal(signal.SIGTERM)
         run.signal(signal.SIGTERM)
         run.wait_until_gone(running.END)
         result.first_summary = run.summary()
@@ -111,10 +114,13 @@ def test_a_killed_actor_is_replaced_with_other_seeds(story):
     assert [fact["restarts"] for fact in made[:8]] == ["0"] * 4 + ["1"] * 4
 
 
-def test_sigterm_ends_with_its_code_after_a_final_checkpoint(story):
-    assert story.stopped.process.returncode == 143
+def test_sigterm_to_every_process_ends_with_its_code_after_a_final_checkpoint(story):
+    assert story.stopped.process.returncode == 143, story.stopped.text()
     assert story.first_summary["exit_reason"] == "stopped"
     assert not story.stopped.left()
+    assert "Traceback" not in story.stopped.text()
+    # That the checkpoint is the summary's is what the resumed run's counters rest on.
+    assert story.first_summary["learner_updates"] in story.resumed.checkpoints()
 
 
 def test_a_run_that_goes_on_counts_on(story):
