@@ -141,6 +141,7 @@ class Experiment:
             ),
             configs.LearnerConfig(seed=self.seed),
             self.inference_devices,
+            self.run_token,
         )
 
     def inference(
@@ -178,8 +179,8 @@ class Experiment:
             self.inference_devices,
         )
 
-    def actor(self, inference: nodes.Node, index: int) -> nodes.Actor:
-        """Returns the node of actor `index`."""
+    def actor(self, inference: nodes.Node | Sequence[nodes.Node], index: int) -> nodes.Actor:
+        """Returns the node of actor `index`, which `inference`, one node or several, serves."""
         first = index * self.envs_per_actor
         return nodes.Actor(
             self.environment,
@@ -189,6 +190,7 @@ class Experiment:
             actor_lib.ActorConfig(run_token=self.run_token),
             name=f"actor {index}",
             seed=self.seed,
+            index=index,
         )
 
     def evaluator(self, inference: nodes.Node, index: int) -> nodes.Evaluator:
@@ -350,14 +352,20 @@ def launch(
         printer.message(f"{'Resuming' if resumed else 'Starting'} in {directory.path}")
         before = directory.read_progress() or {}
         old_summary = _version(directory.file("summary.json"))
+        terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
         def tick() -> None:
             figures = directory.read_progress()
             if figures is not None and figures != before:
-                printer.update(figures)
+                try:
+                    printer.update(figures)
+                except OSError:  # The terminal is gone; that must not keep a run from its end.
+                    _leave(terminals)
 
         try:
             number = _run(program, experiment, launch_type, tick)
+            if number == signal.SIGHUP:
+                _leave(terminals)
         except launching.ProgramFailed as error:
             # A restarted actor's failure of long ago is not what ended the program.
             failure = directory.first_failure(error.pid)
@@ -366,10 +374,13 @@ def launch(
             if written or figures != before:
                 directory.write_summary({**figures, "exit_reason": "failed"})
             printer.close()
+            what = error.what
             if failure is not None:
                 node, trace = failure
                 print(f"\n{node} failed:\n{trace}", file=sys.stderr)
-            raise launching.ProgramFailed(str(error)) from None
+                if error.pid is not None:  # A thread's failure says it by itself.
+                    what = f"{what}: {trace.strip().splitlines()[-1]}"
+            raise launching.ProgramFailed(what, error.log, error.pid) from None
         tick()
         summary = directory.read_summary()
         if summary is None or _version(directory.file("summary.json")) == old_summary:
@@ -387,6 +398,14 @@ class Interrupted(Exception):
         """Keeps the signal's number."""
         super().__init__(f"ended by {signal.Signals(number).name} without a final checkpoint")
         self.number = number
+
+
+def _leave(terminals: Sequence[int]) -> None:
+    """Lets what is written to a closed terminal go nowhere, where it would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in terminals:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _version(path: str) -> tuple[int, int] | None:

@@ -40,12 +40,16 @@ class ProgramFailed(Exception):
     """A node ended as it should not have; the message names it.
 
     Attributes:
+      what: what happened to which node.
+      log: where the process's output is; None where nodes are threads.
       pid: the process whose failure ended the program; None where nodes are threads.
     """
 
-    def __init__(self, text: str, pid: int | None = None) -> None:
-        """Keeps both."""
-        super().__init__(text)
+    def __init__(self, what: str, log: pathlib.Path | None = None, pid: int | None = None) -> None:
+        """Keeps all three."""
+        super().__init__(what if log is None else f"{what}; its log is {log}")
+        self.what = what
+        self.log = log
         self.pid = pid
 
 
@@ -126,7 +130,7 @@ class _Worker:
 
     def failed(self, code: int) -> ProgramFailed:
         pid = self.process.pid if self.process is not None else None
-        return ProgramFailed(f"{self.title} {_describe(code)}; its log is {self.log}", pid)
+        return ProgramFailed(f"{self.title} {_describe(code)}", self.log, pid)
 
 
 def _die_with_parent(parent: int) -> None:
@@ -276,8 +280,9 @@ class ProcessProgram:
             # What may die at any time may die now; it has nothing to save.
             if process is None or worker.policy.max_restarts or not worker.policy.fatal:
                 continue
-            # Who was told to end before it could listen has ended as it should.
-            if process.returncode not in (0, -signal.SIGTERM):
+            # Who was told to end before it could listen has ended as it should. And Launchpad sets
+            # an alarm each second of a worker's end, which cuts a slow exit of Python short.
+            if process.returncode not in (0, -signal.SIGTERM, -signal.SIGALRM):
                 return worker.failed(process.returncode)
         return None
 

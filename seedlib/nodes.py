@@ -8,6 +8,7 @@ TensorFlow nor Reverb: an actor's process loads it too.
 
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import threading
 import uuid
@@ -23,7 +24,7 @@ from launchpad.nodes import base as lp_base
 from seedlib import metrics, run_directory
 from seedlib.agents.loading import AgentFactory
 from seedlib.components import actor as actor_lib
-from seedlib.components import configs
+from seedlib.components import configs, policy_pool
 from seedlib.components import evaluator as evaluator_lib
 
 RESTARTS_VARIABLE = "SEEDLIB_RESTARTS"
@@ -43,11 +44,23 @@ class Placement:
       node: an id.
       process: an id that nodes share which `colocate` put together.
       name: for messages.
+      users: the nodes that hold a handle of this one.
     """
 
     node: str
     process: str
     name: str
+    users: "list[Placement]" = dataclasses.field(default_factory=list, repr=False)
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether a node in another process uses this one, so that it must be reachable."""
+        return any(user.process != self.process for user in self.users)
+
+    @property
+    def serves_its_own(self) -> bool:
+        """Whether a node in the same process uses this one."""
+        return any(user.process == self.process for user in self.users)
 
 
 class _Instances:
@@ -136,7 +149,7 @@ class Node(lp.PyClassNode[Handle, Any]):
           directory: where failures are recorded.
           remote: `remote(address) -> client` for other processes; None where there is none. The
             node that uses a client closes it (`close`) when it has run.
-          **kwargs: its arguments; `address` is added where there is a `remote`.
+          **kwargs: its arguments; `address` and `placement` are added where there is a `remote`.
         """
         identity = uuid.uuid4().hex
         self.placement = Placement(identity, identity, name)
@@ -146,9 +159,12 @@ class Node(lp.PyClassNode[Handle, Any]):
         if remote is not None:
             self.address = lp_address.Address("seedlib")
             kwargs["address"] = self.address
+            kwargs["placement"] = self.placement
         # A node among the arguments stands for its handle, so that graphs read as drawings.
         args = tuple(arg.create_handle() if isinstance(arg, Node) else arg for arg in args)
         super().__init__(constructor, *args, **kwargs)
+        for handle in self.input_handles:
+            handle.placement.users.append(self.placement)
         if self.address is not None:
             self.allocate_address(self.address)
 
@@ -250,8 +266,13 @@ class _QueueWorker:
     """Serves a trajectory queue."""
 
     def __init__(
-        self, agent: AgentFactory, config: configs.TrajectoryQueueConfig, address: Any
+        self,
+        agent: AgentFactory,
+        config: configs.TrajectoryQueueConfig,
+        address: lp_address.Address,
+        placement: Placement,
     ) -> None:
+        del placement  # Reverb's server always listens.
         from seedlib.components import trajectory_queue
 
         self.component = trajectory_queue.TrajectoryQueue(
@@ -325,26 +346,59 @@ class _LearnerWorker:
         config: configs.TrainerConfig,
         learner_config: configs.LearnerConfig,
         inference_devices: int | None,
+        run_token: str,
+        address: lp_address.Address,
+        placement: Placement,
     ) -> None:
-        from seedlib.components import devices, trainer
+        from seedlib.components import devices, remote_learner, trainer
+        from seedlib.components.transport import learner_server
 
-        self._source = queue.reader()
+        # Without inference in this process all of its devices train.
+        split = devices.split_devices(inference_devices if placement.serves_its_own else 0)
         self.component = trainer.Trainer(
-            agent(),
-            self._source,
-            devices.split_devices(inference_devices),
-            directory,
-            config,
-            learner_config,
+            agent(), queue.reader(), split, directory, config, learner_config
         )
+        self._server: learner_server.LearnerServer | None = None
+        if placement.serves_others:
+            self._server = learner_server.LearnerServer(
+                remote_learner.LearnerFront(self.component, split.inference[0]),
+                learner_server.ServerConfig(
+                    address=address.resolve(),
+                    # Parameters may be large; how large is known on both sides.
+                    max_message_bytes=(1 << 31) - 1,
+                    run_token=run_token,
+                ),
+            )
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Trains to the end."""
         try:
+            if self._server is not None:
+                self._server.start()
             self.component.run(stop)
         finally:
             lp.stop()
+            if self._server is not None:
+                self._server.stop()
             self.component.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _RemoteLearner:
+    """Makes a client of a learner in another process."""
+
+    agent: AgentFactory
+    run_token: str = dataclasses.field(repr=False)
+
+    def __call__(self, address: str) -> Any:
+        from seedlib.components import remote_learner
+        from seedlib.components.transport import learner_client
+
+        return remote_learner.RemoteLearner(
+            address,
+            self.agent(),
+            learner_client.LearnerClientConfig(run_token=self.run_token),
+        )
 
 
 class Learner(Node):
@@ -358,6 +412,7 @@ class Learner(Node):
         config: configs.TrainerConfig,
         learner_config: configs.LearnerConfig,
         inference_devices: int | None = None,
+        run_token: str = "",
     ) -> None:
         """Configures the learner.
 
@@ -367,7 +422,9 @@ class Learner(Node):
           directory: the run's.
           config: a `TrainerConfig`.
           learner_config: a `LearnerConfig`.
-          inference_devices: how many of the process's devices infer; see `split_devices`.
+          inference_devices: how many of the process's devices infer, where inference is in the
+            same process; see `split_devices`.
+          run_token: what inference in other processes must bring.
         """
         super().__init__(
             "learner",
@@ -378,7 +435,9 @@ class Learner(Node):
             config,
             learner_config,
             inference_devices,
+            run_token,
             directory=directory,
+            remote=_RemoteLearner(agent, run_token),
         )
 
 
@@ -392,12 +451,19 @@ class _InferenceWorker:
         queue: Any,
         config: configs.InferenceConfig,
         inference_devices: int | None,
-        address: Any,
+        learner_placement: Placement,
+        address: lp_address.Address,
+        placement: Placement,
     ) -> None:
         from seedlib.components import devices, inference
         from seedlib.components.transport import server
 
-        split = devices.split_devices(inference_devices)
+        restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
+        if restarts:  # Environments begin at incarnation 0 again; their streams must not.
+            seed = actor_lib.environment_seed(config.seed, 0, restarts, evaluate=False)
+            config = dataclasses.replace(config, seed=seed)
+        beside_learner = learner_placement.process == placement.process
+        split = devices.split_devices(inference_devices if beside_learner else 0)
         self.component = inference.InferenceServer(
             agent(),
             agent.environment_spec,
@@ -407,33 +473,54 @@ class _InferenceWorker:
             split.inference,
             learner,
         )
-        self._server = server.PolicyServer(
-            self.component,
-            server.ServerConfig(address=address.resolve(), run_token=config.run_token),
-        )
+        self._server: server.PolicyServer | None = None
+        if placement.serves_others:
+            self._server = server.PolicyServer(
+                self.component,
+                server.ServerConfig(
+                    address=address.resolve(),
+                    max_streams=config.max_environments,
+                    max_message_bytes=_message_limit(agent, config),
+                    run_token=config.run_token,
+                ),
+            )
         learner.watch(self.component.statistics)
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Compiles, then serves until stopped."""
         try:
             self.component.start()
-            self._server.start()
-            self._server.set_serving(True)
+            if self._server is not None:
+                self._server.start()
+                self._server.set_serving(True)
             while not stop():
                 self.component.wait(0.2)
         finally:
-            self._server.stop()
+            if self._server is not None:
+                self._server.stop()
             self.component.stop()
+
+
+def _message_limit(agent: AgentFactory, config: configs.InferenceConfig) -> int:
+    """Returns the largest message between an actor and inference, from the spec; in bytes."""
+    from seedlib.components.transport import wire
+
+    spec = agent.environment_spec
+    return wire.message_limit(spec.observations, spec.actions, config.batch_sizes[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class _RemotePolicy:
     """Makes a client of an inference server in another process."""
 
+    agent: AgentFactory
+    config: configs.InferenceConfig
+
     def __call__(self, address: str) -> Any:
         from seedlib.components.transport import client
 
-        return client.RemotePolicyService(address)
+        limit = _message_limit(self.agent, self.config)
+        return client.RemotePolicyService(address, client.ClientConfig(max_message_bytes=limit))
 
 
 class Inference(Node):
@@ -466,8 +553,9 @@ class Inference(Node):
             queue,
             config,
             inference_devices,
+            learner.placement,
             directory=directory,
-            remote=_RemotePolicy(),
+            remote=_RemotePolicy(agent, config),
         )
 
 
@@ -479,32 +567,61 @@ class _ActorWorker:
     def __init__(
         self,
         environment: Callable[[int], Any],
-        policy: Any,
         environment_ids: Sequence[int],
         name: str,
         seed: int,
+        index: int,
         config: actor_lib.ActorConfig,
+        directory: run_directory.RunDirectory,
+        *policies: Any,
     ) -> None:
-        self._actor = actor_lib.EnvironmentActor(
-            actor_lib.SerialEnvironments(
-                environment,
-                environment_ids,
-                seed=seed,
-                evaluate=config.evaluate,
-                max_failures=config.max_failures,
-                failure_window=config.failure_window,
-                incarnation=int(os.environ.get(RESTARTS_VARIABLE, "0")),
-            ),
-            policy,
+        self._name = name
+        self._config = config
+        self._directory = directory
+        self._environments = actor_lib.SerialEnvironments(
+            environment,
             environment_ids,
-            name,
-            config,
+            seed=seed,
+            evaluate=config.evaluate,
+            max_failures=config.max_failures,
+            failure_window=config.failure_window,
+            incarnation=int(os.environ.get(RESTARTS_VARIABLE, "0")),
+        )
+        policy = policies[0] if len(policies) == 1 else policy_pool.PolicyPool(policies, index)
+        self._actor = actor_lib.EnvironmentActor(
+            self._environments, policy, environment_ids, name, config
         )
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Steps until stopped."""
-        with _leave_quietly(stop):
-            self._actor.run(stop)
+        ended = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(ended,), name=f"{self._name}/watch")
+        watch.start()
+        try:
+            with _leave_quietly(stop):
+                self._actor.run(stop)
+        finally:
+            ended.set()
+            watch.join()
+
+    def _watch(self, ended: threading.Event) -> None:
+        """Ends the process where an environment hangs; the launcher then starts it again.
+
+        Nothing can end a call from outside, and the actor's other environments wait for it. Where
+        nodes are threads of one process, the process is not the actor's to end: it is only logged.
+        """
+        timeout = self._config.environment_timeout
+        while not ended.wait(min(1.0, timeout / 4)):
+            stuck = self._environments.stuck(timeout)
+            if stuck is None:
+                continue
+            error = TimeoutError(f"{self._name}: {stuck}")
+            if PROCESS_VARIABLE not in os.environ:
+                logging.log_every_n_seconds(logging.ERROR, "%s", 60, error)
+                continue
+            faulthandler.dump_traceback()
+            self._directory.record_failure(self._name, error)
+            os._exit(1)
 
 
 @contextlib.contextmanager
@@ -526,33 +643,38 @@ class Actor(Node):
     def __init__(
         self,
         environment: Callable[[int], Any],
-        policy: Node | Handle,
+        policies: Node | Handle | Sequence[Node | Handle],
         environment_ids: Sequence[int],
         directory: run_directory.RunDirectory,
         config: actor_lib.ActorConfig,
         name: str = "actor",
         seed: int = 0,
+        index: int = 0,
     ) -> None:
         """Configures the actor.
 
         Args:
           environment: `environment(seed) -> dm_env.Environment`.
-          policy: an `Inference` node.
+          policies: an `Inference` node, or several; see `PolicyPool`.
           environment_ids: one for each environment, unique in the run.
           directory: the run's.
           config: an `ActorConfig`.
           name: for messages.
           seed: the run's.
+          index: which of several policies comes first, to spread actors over them.
         """
+        several = isinstance(policies, Sequence)
         super().__init__(
             name,
             _ActorWorker,
             environment,
-            policy,
             tuple(environment_ids),
             name,
             seed,
+            index,
             config,
+            directory,
+            *(policies if several else (policies,)),
             directory=directory,
         )
 
