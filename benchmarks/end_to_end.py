@@ -157,18 +157,18 @@ def _measure_floor(task: _Task, shape: _Shape, options: harness.Options) -> _Flo
     if task.torso:
         agent_options["torso"] = task.torso
     case = parts.Case(loading.AgentFactory("vtrace", spec, agent_options)(), spec)
-    stepping = parts.environment_alone(task.env, seconds, 3)
-    # The cheapest of the batch sizes that the program may use.
-    policy = min(
-        _cpu_per(parts.policy_alone(case, rows, seconds / 4, 3), rows)
-        for rows in batcher.padded_sizes(shape.envs, shape.actors)
-    )
     agent = case.agent
     unrolls = parts.make_unrolls(case, agent.batch_size)
-    updating = parts.update_alone(case, unrolls, seconds, 3)
+    sizes = batcher.padded_sizes(shape.envs, shape.actors)
+    stepping = parts.environment_alone(task.env, seconds, 3)
+    policies = harness.alternate(
+        [parts.bare_policy(case, rows) for rows in sizes], seconds / len(sizes), 3
+    )
+    (updating,) = harness.alternate([parts.bare_update(case, unrolls)], seconds, 3)
     return _Floor(
         environment=_cpu_per(stepping, 1),
-        policy=policy,
+        # The cheapest of the batch sizes that the program may use.
+        policy=min(_cpu_per(runs, rows) for runs, rows in zip(policies, sizes, strict=True)),
         update=_cpu_per(updating, agent.batch_size * agent.unroll.length),
     )
 

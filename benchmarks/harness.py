@@ -64,7 +64,7 @@ def cost_of(work: Callable[[], Any]) -> Cost:
 
 
 def repeat(work: Callable[[], Any], seconds: float, at_least: int = 1) -> tuple[int, Cost]:
-    """Calls `work` for about `seconds`.
+    """Calls `work` for about `seconds`, and `at_least` so often.
 
     Returns:
       How often it was called, and what all calls took together.
@@ -75,6 +75,18 @@ def repeat(work: Callable[[], Any], seconds: float, at_least: int = 1) -> tuple[
         work()
         calls += 1
     return calls, Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def alternate(
+    works: Sequence[Callable[[], Any]], seconds: float, runs: int
+) -> list[list[tuple[int, Cost]]]:
+    """Repeats several works in turn, then all again, so that each sees the same disturbances.
+
+    Returns:
+      For each work, what `repeat` returned in each run.
+    """
+    rounds = [[repeat(work, seconds) for work in works] for _ in range(runs)]
+    return [list(of_one) for of_one in zip(*rounds, strict=True)]
 
 
 class Column(NamedTuple):

@@ -47,7 +47,7 @@ def measure(options: harness.Options) -> Sequence[harness.Table]:
 
 def _row(net: str, lstm: bool, rows: int, seconds: float, runs: int) -> dict[str, Any]:
     case = parts.make_case(net, lstm=lstm)
-    bare = parts.policy_alone(case, rows, seconds, runs)
+    policy = parts.bare_policy(case, rows)
     server = inference.InferenceServer(
         case.agent,
         case.spec,
@@ -63,7 +63,7 @@ def _row(net: str, lstm: bool, rows: int, seconds: float, runs: int) -> dict[str
         work = lambda: session.step(time_steps)
         harness.repeat(work, 0.0, at_least=2 * case.agent.unroll.window)
         before = server.statistics()
-        whole = [harness.repeat(work, seconds, 2) for _ in range(runs)]
+        bare, whole = harness.alternate([policy, work], seconds, runs)
         after = server.statistics()
         session.close()
     finally:

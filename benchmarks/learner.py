@@ -25,7 +25,7 @@ COLUMNS = (
 # Net, batch sizes without LSTM, batch sizes with.
 _FULL = (
     ("mlp", (8, 32, 128), (32,)),
-    ("shallow", (8, 16, 32), (16,)),
+    ("shallow", (8, 32), (8,)),
     ("deep", (4,), (4,)),
 )
 _QUICK = (("mlp", (32,), (32,)), ("shallow", (8,), ()))
@@ -46,14 +46,14 @@ def measure(options: harness.Options) -> Sequence[harness.Table]:
 def _row(net: str, lstm: bool, batch: int, seconds: float, runs: int) -> dict[str, Any]:
     case = parts.make_case(net, batch, lstm)
     unrolls = parts.make_unrolls(case, batch)
-    bare = parts.update_alone(case, unrolls, seconds, runs)
+    update = parts.bare_update(case, unrolls)
     learner = learner_lib.Learner(
         case.agent, parts.SameBatch(unrolls), devices.split_devices(), parts.parameter_store(case)
     )
     try:
         learner.step()  # Compiles.
         learner.step()
-        whole = [harness.repeat(learner.step, seconds, 2) for _ in range(runs)]
+        bare, whole = harness.alternate([update, learner.step], seconds, runs)
         learner.flush()
     finally:
         learner.close()

@@ -6,7 +6,7 @@ their CPU time per agent step is the *floor* of a program that acts and learns.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dm_env
@@ -113,14 +113,8 @@ def parameter_store(case: Case) -> parameters.ParameterStore:
     return store
 
 
-def update_alone(
-    case: Case, unrolls: types.Unroll, seconds: float, runs: int, at_least: int = 2
-) -> list[tuple[int, harness.Cost]]:
-    """Measures the agent's jitted update on a batch that lies on the device.
-
-    Returns:
-      Updates and their cost, of each run.
-    """
+def bare_update(case: Case, unrolls: types.Unroll) -> Callable[[], None]:
+    """Returns the agent's jitted update as a call, on a batch that lies on the device."""
     agent = case.agent
     batch = jax.device_put(Batch(unrolls._replace(info=()), np.ones(agent.batch_size, np.float32)))
     key = jax.random.PRNGKey(0)
@@ -134,17 +128,11 @@ def update_alone(
 
     work()  # Compiles.
     work()
-    return [harness.repeat(work, seconds, at_least) for _ in range(runs)]
+    return work
 
 
-def policy_alone(
-    case: Case, rows: int, seconds: float, runs: int
-) -> list[tuple[int, harness.Cost]]:
-    """Measures the agent's jitted policy on host rows, to host actions.
-
-    Returns:
-      Calls and their cost, of each run.
-    """
+def bare_policy(case: Case, rows: int) -> Callable[[], None]:
+    """Returns the agent's jitted policy as a call, from host rows to host actions."""
     policy = case.agent.policy
     step = jax.jit(policy.step)
     params = jax.jit(lambda key: case.agent.policy_params(case.agent.init(key)))(
@@ -161,7 +149,7 @@ def policy_alone(
 
     work()  # Compiles.
     work()
-    return [harness.repeat(work, seconds, 2) for _ in range(runs)]
+    return work
 
 
 def environment_alone(name: str, seconds: float, runs: int) -> list[tuple[int, harness.Cost]]:
@@ -173,11 +161,11 @@ def environment_alone(name: str, seconds: float, runs: int) -> list[tuple[int, h
     environment = environments.load(name)(seed=0)
     action_spec = specs.make_environment_spec(environment).actions
     random = np.random.default_rng(0)
-    actions = random.integers(0, action_spec.num_values, 4096).astype(action_spec.dtype)
+    actions = random.integers(0, action_spec.num_values, 256).astype(action_spec.dtype)
     steps = [0]
 
     def work() -> None:
-        for action in actions[:256]:
+        for action in actions:
             steps[0] += not environment.step(action).first()
 
     work()

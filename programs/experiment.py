@@ -20,7 +20,7 @@ from launchpad.nodes.python import local_multi_processing as lp_processes
 
 import seedlib
 from programs import presets
-from seedlib import environments, launching, nodes, progress, run_directory, specs
+from seedlib import drawing, environments, launching, nodes, progress, run_directory, specs
 from seedlib.agents import loading
 from seedlib.components import actor as actor_lib
 from seedlib.components import batcher, configs
@@ -45,6 +45,7 @@ flags.DEFINE_float("evaluation_period", 30.0, "Seconds from one round to the nex
 flags.DEFINE_integer(
     "num_steps", None, "Agent steps over all training environments. Default: by environment.", 1
 )
+flags.DEFINE_bool("print_graph", False, "Print the graph as Mermaid text and start nothing.")
 flags.DEFINE_integer("seed", 0, "Seed of everything random.", 0, (1 << 31) - 1)
 flags.DEFINE_string("logdir", None, "Where the run leaves its files. Required.")
 flags.DEFINE_integer(
@@ -216,7 +217,7 @@ def from_flags(program: str) -> Experiment:
     Raises:
       ValueError: a flag, environment, agent or spec that cannot be; one line for the user.
     """
-    if not FLAGS.logdir:
+    if not FLAGS.logdir and not FLAGS.print_graph:
         raise ValueError("--logdir is required: where shall the run leave its files?")
     environment = environments.load(FLAGS.env, **loading.parse_options(FLAGS.env_option))
     preset = presets.preset(FLAGS.env)
@@ -244,7 +245,7 @@ def from_flags(program: str) -> Experiment:
         program=program,
         environment=environment,
         agent=agent,
-        directory=run_directory.RunDirectory(FLAGS.logdir),
+        directory=run_directory.RunDirectory(FLAGS.logdir or "nowhere"),
         num_actors=choose(FLAGS.num_actors, preset.num_actors),
         envs_per_actor=choose(FLAGS.envs_per_actor, preset.envs_per_actor),
         num_steps=choose(FLAGS.num_steps, preset.num_steps),
@@ -424,6 +425,8 @@ def _run(
     policies = {
         # An actor has nothing to save, and its environments may hang.
         "actor": launching.RestartPolicy(max_restarts=experiment.max_restarts, grace=9.0),
+        # Its actors move to another while it is away.
+        "inference": launching.RestartPolicy(max_restarts=experiment.max_restarts),
         # Training does not depend on evaluation.
         "evaluator": launching.RestartPolicy(
             max_restarts=experiment.max_restarts, grace=9.0, fatal=False
@@ -503,6 +506,9 @@ def main(name: str, graph: Callable[[Experiment], lp.Program]) -> None:
             with _one_line_errors():
                 experiment = from_flags(name)
                 program = graph(experiment)
+                if FLAGS.print_graph:
+                    print(drawing.mermaid(program), end="")
+                    return
                 summary = launch(program, experiment)
             finish(experiment, summary)
         except launching.ProgramFailed as error:

@@ -34,6 +34,8 @@ PROCESS_VARIABLE = "SEEDLIB_PROCESS"
 """The name that the launcher gave this process, `actor-0` for example, for people who look."""
 
 _PARTNER_TIMEOUT = 300.0
+# Longer than servers of a pool take to start, one after the other on a small machine.
+_POOL_PATIENCE = 60.0
 
 
 @dataclasses.dataclass
@@ -587,7 +589,11 @@ class _ActorWorker:
             failure_window=config.failure_window,
             incarnation=int(os.environ.get(RESTARTS_VARIABLE, "0")),
         )
-        policy = policies[0] if len(policies) == 1 else policy_pool.PolicyPool(policies, index)
+        policy = (
+            policies[0]
+            if len(policies) == 1
+            else policy_pool.PolicyPool(policies, index, patience=_POOL_PATIENCE)
+        )
         self._actor = actor_lib.EnvironmentActor(
             self._environments, policy, environment_ids, name, config
         )

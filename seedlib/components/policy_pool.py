@@ -1,6 +1,7 @@
 """Several policy services that stand for one: an actor moves on when its own goes away."""
 
 import threading
+import time
 from collections.abc import Sequence
 
 from absl import logging
@@ -16,7 +17,11 @@ class PolicyPool:
     """
 
     def __init__(
-        self, services: Sequence[service.PolicyService], first: int = 0, attempt: float = 2.0
+        self,
+        services: Sequence[service.PolicyService],
+        first: int = 0,
+        attempt: float = 2.0,
+        patience: float = 0.0,
     ) -> None:
         """Names the services.
 
@@ -24,6 +29,8 @@ class PolicyPool:
           services: at least one.
           first: which one to try first; different for different actors, to spread them.
           attempt: seconds to try one service before the next.
+          patience: seconds from now in which only the first one is tried: where all start together,
+            those that are ready sooner shall not get every actor.
 
         Raises:
           ValueError: there is no service.
@@ -33,6 +40,7 @@ class PolicyPool:
         self._services = tuple(services)
         self._next = first % len(self._services)
         self._attempt = attempt
+        self._spread_until = time.monotonic() + patience
         self._lock = threading.Lock()
 
     def open(self, hello: service.Hello, timeout: float | None = None) -> service.Session:
@@ -46,7 +54,8 @@ class PolicyPool:
         reasons = []
         with self._lock:
             start = self._next
-        for offset in range(len(self._services)):
+        spreading = time.monotonic() < self._spread_until
+        for offset in range(1 if spreading else len(self._services)):
             index = (start + offset) % len(self._services)
             try:
                 session = self._services[index].open(hello, attempt)
@@ -57,5 +66,6 @@ class PolicyPool:
                 logging.info("%s: moved to policy service %d", hello.actor_id, index)
             with self._lock:
                 self._next = index
+                self._spread_until = 0.0
             return session
         raise service.Unavailable("; ".join(reasons))

@@ -49,6 +49,18 @@ def test_a_service_that_comes_later_is_used_when_the_others_go():
     assert pool.open(HELLO) == "b"
 
 
+def test_at_the_start_an_actor_is_patient_with_its_own():
+    slow, quick = Named("a", service.Unavailable("not yet")), Named("b")
+    pool = policy_pool.PolicyPool([slow, quick], patience=1000.0)
+    with pytest.raises(service.Unavailable, match="not yet"):
+        pool.open(HELLO)
+    assert quick.opened == 0
+    slow.error = None
+    assert pool.open(HELLO) == "a"
+    slow.error = service.Unavailable("gone")
+    assert pool.open(HELLO) == "b"
+
+
 def test_none_that_answers_is_an_error_with_every_reason():
     pool = policy_pool.PolicyPool(
         [Named("a", service.Unavailable("one")), Named("b", service.Unavailable("two"))]

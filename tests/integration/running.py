@@ -3,13 +3,16 @@
 import contextlib
 import csv
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import termios
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -31,17 +34,26 @@ def wait_until(condition: Callable[[], Any], timeout: float, what: str) -> Any:
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout:.0f} s: {what}")
-        time.sleep(0.05)
+        time.sleep(0.1)
     return value
 
 
 @dataclasses.dataclass
 class Program:
-    """A program that was started. `wait` or `kill` ends it."""
+    """A program that was started. `wait` or `kill` ends it.
 
-    process: subprocess.Popen[str]
+    Attributes:
+      process: the launcher.
+      logdir: the run's.
+      output: where what the launcher prints goes.
+      terminal: the other end of the launcher's terminal; None where it has none.
+      workers: every process of the launcher that was ever seen.
+    """
+
+    process: subprocess.Popen[bytes]
     logdir: pathlib.Path
     output: pathlib.Path
+    terminal: int | None = None
     workers: dict[int, psutil.Process] = dataclasses.field(default_factory=dict)
 
     def look(self) -> list[psutil.Process]:
@@ -94,6 +106,12 @@ class Program:
         self.look()
         self.process.send_signal(number)
 
+    def close_terminal(self) -> None:
+        """Closes the launcher's terminal, for which the system sends it SIGHUP."""
+        terminal, self.terminal = self.terminal, None
+        if terminal is not None:
+            os.close(terminal)
+
     def wait(self, timeout: float) -> int:
         """Waits for the launcher's end and returns its exit code; looks at its processes."""
         wait_until(
@@ -128,6 +146,7 @@ class Program:
         for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
             process.kill()
         self.process.wait()
+        self.close_terminal()
         for worker in self.left():
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.kill()
@@ -157,26 +176,53 @@ def command(logdir: pathlib.Path, *arguments: str, small: Sequence[str] = SMALL)
 
 @contextlib.contextmanager
 def started(
-    logdir: pathlib.Path, *arguments: str, small: Sequence[str] = SMALL
+    logdir: pathlib.Path,
+    *arguments: str,
+    small: Sequence[str] = SMALL,
+    variables: Mapping[str, str] | None = None,
+    terminal: bool = False,
 ) -> Iterator[Program]:
-    """Starts a program, and leaves nothing of it behind. See `command`."""
+    """Starts a program, and leaves nothing of it behind.
+
+    Args:
+      logdir: see `command`.
+      *arguments: see `command`.
+      small: see `command`.
+      variables: environment variables, over those that are there.
+      terminal: whether to start it in a terminal of its own.
+    """
     output = logdir.parent / f"{logdir.name}.output"
-    with open(output, "w") as stream:
-        process = subprocess.Popen(
-            command(logdir, *arguments, small=small),
-            cwd=ROOT,
-            env=surroundings(),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-        )
-    program = Program(process, logdir, output)
+    ours, theirs = os.openpty() if terminal else (None, os.open(output, os.O_WRONLY | os.O_CREAT))
+    process = subprocess.Popen(
+        command(logdir, *arguments, small=small),
+        cwd=ROOT,
+        env={**surroundings(), **(variables or {})},
+        stdin=theirs if terminal else subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_take_terminal if terminal else None,  # noqa: PLW1509  One system call.
+    )
+    os.close(theirs)
+    program = Program(process, logdir, output, ours)
+    if ours is not None:
+        threading.Thread(target=_record, args=(ours, output), daemon=True).start()
     try:
         yield program
     finally:
         program.kill()
+
+
+def _take_terminal() -> None:
+    """Makes the standard input, a terminal, the one whose end this session hears of."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _record(terminal: int, output: pathlib.Path) -> None:
+    """Writes to a file what is shown on a terminal, until that is closed."""
+    with open(output, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while shown := os.read(terminal, 4096):
+            file.write(shown)
 
 
 def surroundings() -> dict[str, str]:

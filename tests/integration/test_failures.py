@@ -16,6 +16,7 @@ PROGRAMS = {
     ),
     "loss": (["--agent=tests.integration.agents:failing_loss"], "learner-0"),
     "policy": (["--agent=tests.integration.agents:failing_policy"], "learner-0"),
+    "batch": (["--inference_devices=1"], "learner-0"),
     "learner killed": ([], "learner-0"),
 }
 # What the original exception says, where there is one.
@@ -24,7 +25,10 @@ MESSAGES = {
     "reward": "SpecError: reward is not finite",
     "loss": "RuntimeError: the loss is at a loss",
     "policy": "RuntimeError: the policy is out of ideas",
+    "batch": "ValueError: batch_size 8 cannot be divided among 3 training devices",
 }
+# Of four devices one infers, and three cannot share a batch of eight.
+DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,10 @@ def failed(tmp_path_factory):
         programs = {
             name: stack.enter_context(
                 running.started(
-                    folder / name.replace(" ", "-"), "--num_steps=1000000000", *arguments
+                    folder / name.replace(" ", "-"),
+                    "--num_steps=1000000000",
+                    *arguments,
+                    variables=DEVICES if name == "batch" else None,
                 )
             )
             for name, (arguments, _) in PROGRAMS.items()
@@ -66,7 +73,13 @@ def test_the_first_traceback_is_what_the_user_sees_last(failed, name):
     shown = program.text().rpartition(" failed:\n")[2]
     assert "Traceback (most recent call last):" in shown
     assert MESSAGES[name] in shown
-    assert "tests/integration/" in shown or name == "reward"
+    # Down to the user's own line, where it is a user's line that raised.
+    assert "tests/integration/" in shown or name in ("reward", "batch")
+
+
+@pytest.mark.parametrize("name", ["loss", "batch"])
+def test_the_last_line_says_what_was_wrong(failed, name):
+    assert MESSAGES[name] in failed[name].last_lines()[0]
 
 
 def test_a_process_that_was_killed_is_named_with_its_signal(failed):

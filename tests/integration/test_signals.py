@@ -31,19 +31,34 @@ def ended(tmp_path_factory):
         "--evaluation_period=0.1",
         "--max_restarts=0",
     ]
-    flags = {"hang-up": [], "ctrl-c": evaluated, "ctrl-c twice": slow, "orphaned": []}
+    flags = {
+        "early": [],
+        "hang-up": [],
+        "ctrl-c": evaluated,
+        "ctrl-c twice": slow,
+        "orphaned": [],
+    }
     with contextlib.ExitStack() as stack:
         programs = {
             name: stack.enter_context(
-                running.started(folder / name.replace(" ", "-"), ENDLESS, *more)
+                running.started(
+                    folder / name.replace(" ", "-"), ENDLESS, *more, terminal=name == "hang-up"
+                )
             )
             for name, more in flags.items()
         }
 
-        # At the start: the terminal is closed while the processes load their libraries.
+        # While the processes load their libraries.
+        early = programs["early"]
+        running.wait_until(lambda: len(early.look()) == 2, running.START, early.text())
+        early.signal(signal.SIGTERM)
+
+        # The window with the live line is closed.
         hung = programs["hang-up"]
-        running.wait_until(lambda: len(hung.look()) == 2, running.START, hung.text())
-        hung.signal(signal.SIGHUP)
+        hung.wait_for_steps(500)
+        hung.look()
+        hung.close_terminal()
+        hung.wait_until_gone(running.END)
 
         orphaned = programs["orphaned"]
         orphaned.wait_for_steps(500)
@@ -68,11 +83,11 @@ def ended(tmp_path_factory):
         interrupted.signal(signal.SIGINT)
         interrupted.wait_until_gone(running.END)
 
-        hung.wait_until_gone(running.END)
+        early.wait_until_gone(running.END)
         yield programs
 
 
-@pytest.mark.parametrize("name", ["hang-up", "ctrl-c", "ctrl-c twice", "orphaned"])
+@pytest.mark.parametrize("name", ["early", "hang-up", "ctrl-c", "ctrl-c twice", "orphaned"])
 def test_no_process_is_left(ended, name):
     program = ended[name]
     assert len(program.workers) >= 2
@@ -80,7 +95,8 @@ def test_no_process_is_left(ended, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("hang-up", 129), ("ctrl-c", 130), ("ctrl-c twice", 130), ("orphaned", -9)]
+    ("name", "code"),
+    [("early", 143), ("hang-up", 129), ("ctrl-c", 130), ("ctrl-c twice", 130), ("orphaned", -9)],
 )
 def test_the_exit_code_says_which_signal_it_was(ended, name, code):
     program = ended[name]
@@ -88,7 +104,7 @@ def test_the_exit_code_says_which_signal_it_was(ended, name, code):
     assert "Traceback" not in program.text()
 
 
-@pytest.mark.parametrize("name", ["ctrl-c", "orphaned"])
+@pytest.mark.parametrize("name", ["hang-up", "ctrl-c", "orphaned"])
 def test_a_stopped_run_leaves_a_final_checkpoint_and_a_summary(ended, name):
     # Also where the launcher was killed: its processes notice, and end as they should.
     program = ended[name]
