@@ -148,8 +148,8 @@ def _queue(
             trajectory_queue.layout(spec, _BATCH, config), config
         )
         try:
-            writer = queue.writer()
-            yield (writer.insert(unrolls) for _ in itertools.count()), queue.reader()
+            fill = map(queue.writer().insert, itertools.repeat(unrolls))
+            yield fill, queue.reader()
         finally:
             queue.stop()
 

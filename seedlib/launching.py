@@ -128,6 +128,12 @@ class _Worker:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    def kill(self) -> None:
+        # Its session's processes too: an environment may have started some.
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def failed(self, code: int) -> ProgramFailed:
         pid = self.process.pid if self.process is not None else None
         return ProgramFailed(f"{self.title} {_describe(code)}", self.log, pid)
@@ -144,6 +150,23 @@ def _ask_to_stop(launcher: int) -> None:
     """How a node ends the program. Unlike SIGTERM, the signal cannot be a person's."""
     with contextlib.suppress(ProcessLookupError):  # The launcher is gone, so all end anyway.
         os.kill(launcher, signal.SIGUSR1)
+
+
+class _Flag:
+    """Set once, by any thread or signal handler.
+
+    Not a `threading.Event`: its lock is not reentrant, so that a handler which sets it waits for
+    ever where it interrupts the main thread in the middle of the same.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
 
 
 class ProcessProgram:
@@ -166,7 +189,7 @@ class ProcessProgram:
           policies: restart policy by group; none means that a failure ends the program.
           grace: seconds that processes have to end once they are told to.
         """
-        self._stopping = threading.Event()
+        self._stopping = _Flag()
         self._received: list[int] = []
         self._killed = False
         directory = pathlib.Path(log_directory)
@@ -217,7 +240,8 @@ class ProcessProgram:
             try:
                 for worker in self._workers:
                     worker.start()
-                while not self._stopping.wait(_POLL_SECONDS):
+                while not self._stopping.is_set():
+                    time.sleep(_POLL_SECONDS)
                     tick()
                     failure = self._look_after()
                     if failure is not None or all(worker.finished for worker in self._workers):
@@ -231,14 +255,15 @@ class ProcessProgram:
         return self._received[0] if self._received else 0
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Handles a signal, in the main thread and between any two of its steps."""
+        """Handles a signal, between any two steps of the main thread: takes no lock, logs nothing."""
         del frame
         self._stopping.set()
         if number == signal.SIGUSR1:
             return
         if self._received and number == signal.SIGINT:
             self._killed = True
-            self._kill(lambda worker: True)
+            for worker in self._workers:
+                worker.kill()
         self._received.append(number)
 
     def _look_after(self) -> ProgramFailed | None:
@@ -296,15 +321,10 @@ class ProcessProgram:
         while any(worker.running for worker in self._workers):
             tick()
             time.sleep(_POLL_SECONDS / 2)
-            self._kill(lambda worker: time.monotonic() - told > worker.grace)
-
-    def _kill(self, condemned: Callable[[_Worker], bool]) -> None:
-        for worker in self._workers:
-            if worker.process is not None and worker.running and condemned(worker):
-                logging.error("%s is killed", worker.title)
-                # Its session's processes too: an environment may have started some.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.process.pid, signal.SIGKILL)
+            for worker in self._workers:
+                if worker.running and time.monotonic() - told > worker.grace:
+                    logging.error("%s did not end within %.0f s", worker.title, worker.grace)
+                    worker.kill()
 
 
 def _describe(code: int) -> str:
@@ -398,7 +418,7 @@ def run_threads(
     if kind is lp_context.LaunchType.TEST_MULTI_THREADING:
         for label, members in program.groups.items():
             serialization.check_nodes_are_serializable(label, members)
-    stopping = threading.Event()
+    stopping = _Flag()
     received: list[int] = []
     failures: list[tuple[str, BaseException]] = []
 
@@ -437,7 +457,8 @@ def run_threads(
                 target=manager.wait, kwargs={"raise_error": False}, name="waiter", daemon=True
             )
             waiter.start()
-            while waiter.is_alive() and not stopping.wait(_POLL_SECONDS):
+            while waiter.is_alive() and not stopping.is_set():
+                time.sleep(_POLL_SECONDS)
                 tick()
             # Sets the nodes' stop event and calls whom they registered.
             ender = threading.Thread(target=manager.stop_and_wait, name="ender", daemon=True)

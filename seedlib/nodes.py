@@ -18,6 +18,7 @@ from typing import Any
 import launchpad as lp
 from absl import logging
 from launchpad import address as lp_address
+from launchpad import context as lp_context
 from launchpad.launch import worker_manager
 from launchpad.nodes import base as lp_base
 
@@ -155,6 +156,7 @@ class Node(lp.PyClassNode[Handle, Any]):
         """
         identity = uuid.uuid4().hex
         self.placement = Placement(identity, identity, name)
+        self.begun = False
         self._directory = directory
         self._remote = remote or _NoRemote(name)
         self.address: lp_address.Address | None = None
@@ -188,6 +190,7 @@ class Node(lp.PyClassNode[Handle, Any]):
         _CURRENT.clients = []
         try:
             worker = self._construct_instance()
+            self.begun = True
             if self._should_run:
                 worker.run(stop.is_set)
         except _Stopped as reason:
@@ -243,9 +246,35 @@ class Colocation(lp.MultiThreadingColocation):
         for node in self.nodes:
             node._launch_context = self._launch_context
             manager.thread_worker(group, guard(node.function))
+        ended = threading.Event()
+        watch = threading.Thread(
+            target=self._leave_early,
+            args=(manager.stop_event(), ended, failures),
+            name="leave early",
+            daemon=True,
+        )
+        if self._launch_context.launch_type is lp_context.LaunchType.LOCAL_MULTI_PROCESSING:
+            watch.start()
         manager.wait([group], raise_error=False)
+        ended.set()
+        if watch.ident is not None:
+            watch.join()
         if failures:
             raise failures[0]
+
+    def _leave_early(
+        self, stop: threading.Event, ended: threading.Event, failures: Sequence[BaseException]
+    ) -> None:
+        """Ends the process where it is told to stop while a node is still being made.
+
+        Then nothing was done that could be saved, and neither an import nor a compiler can be
+        interrupted, which together take longer than a person waits.
+        """
+        while not ended.is_set():
+            if stop.wait(0.1):
+                if not failures and not all(getattr(node, "begun", True) for node in self.nodes):
+                    os._exit(0)
+                return
 
 
 def colocate(*nodes: Node) -> Colocation:
@@ -466,6 +495,8 @@ class _InferenceWorker:
             config = dataclasses.replace(config, seed=seed)
         beside_learner = learner_placement.process == placement.process
         split = devices.split_devices(inference_devices if beside_learner else 0)
+        self._learner = learner
+        self._device = split.inference[0]
         self.component = inference.InferenceServer(
             agent(),
             agent.environment_spec,
@@ -491,6 +522,9 @@ class _InferenceWorker:
     def run(self, stop: Callable[[], bool]) -> None:
         """Compiles, then serves until stopped."""
         try:
+            while not self._has_parameters():
+                if stop():
+                    return
             self.component.start()
             if self._server is not None:
                 self._server.start()
@@ -501,6 +535,14 @@ class _InferenceWorker:
             if self._server is not None:
                 self._server.stop()
             self.component.stop()
+
+    def _has_parameters(self) -> bool:
+        """Waits a little for the first ones: a learner in another process may take its time."""
+        try:
+            self._learner.get(self._device, timeout=0.5)
+        except TimeoutError:
+            return False
+        return True
 
 
 def _message_limit(agent: AgentFactory, config: configs.InferenceConfig) -> int:

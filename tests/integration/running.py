@@ -169,9 +169,14 @@ def title_of(worker: psutil.Process) -> str:
 SMALL = ("--env=catch", "--num_actors=1", "--envs_per_actor=8", "--agent_option=batch_size=8")
 
 
-def command(logdir: pathlib.Path, *arguments: str, small: Sequence[str] = SMALL) -> list[str]:
-    """Returns the command of a SEED program; later arguments override the `small` ones."""
-    return [sys.executable, "-m", "programs.seed", f"--logdir={logdir}", *small, *arguments]
+def command(
+    logdir: pathlib.Path,
+    *arguments: str,
+    small: Sequence[str] = SMALL,
+    module: str = "programs.seed",
+) -> list[str]:
+    """Returns the command of a program; later arguments override the `small` ones."""
+    return [sys.executable, "-m", module, f"--logdir={logdir}", *small, *arguments]
 
 
 @contextlib.contextmanager
@@ -181,6 +186,7 @@ def started(
     small: Sequence[str] = SMALL,
     variables: Mapping[str, str] | None = None,
     terminal: bool = False,
+    module: str = "programs.seed",
 ) -> Iterator[Program]:
     """Starts a program, and leaves nothing of it behind.
 
@@ -190,11 +196,12 @@ def started(
       small: see `command`.
       variables: environment variables, over those that are there.
       terminal: whether to start it in a terminal of its own.
+      module: the program.
     """
     output = logdir.parent / f"{logdir.name}.output"
     ours, theirs = os.openpty() if terminal else (None, os.open(output, os.O_WRONLY | os.O_CREAT))
     process = subprocess.Popen(
-        command(logdir, *arguments, small=small),
+        command(logdir, *arguments, small=small, module=module),
         cwd=ROOT,
         env={**surroundings(), **(variables or {})},
         stdin=theirs if terminal else subprocess.DEVNULL,

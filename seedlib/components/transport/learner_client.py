@@ -80,6 +80,7 @@ class LearnerClient:
         self._go_on = True
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._call: Any = None
 
     def start(self) -> None:
         """Starts to exchange."""
@@ -136,6 +137,9 @@ class LearnerClient:
     def close(self) -> None:
         """Sends the last report if the learner is there, and joins the thread."""
         self._closing.set()
+        call = self._call
+        if call is not None:
+            call.cancel()  # It is repeated as the last one, which waits less long.
         if self._thread is not None:
             self._thread.join(self._config.call_timeout + 5.0)
             if self._thread.is_alive():
@@ -164,7 +168,8 @@ class LearnerClient:
                 if report is None:
                     report, sequence = self._take_report(sequence), sequence + 1
                 try:
-                    self._exchange(call, report, last)
+                    if not self._exchange(call, report, last):
+                        continue
                     report, reached = None, time.monotonic()
                     delays.reset()
                 except grpc.RpcError as error:
@@ -195,18 +200,26 @@ class LearnerClient:
             self._source, sequence, steps, episodes, dict(self._statistics())
         )
 
-    def _exchange(self, call: Any, report: learner_service.Report, last: bool) -> None:
+    def _exchange(self, call: Any, report: learner_service.Report, last: bool) -> bool:
+        """Performs one exchange; returns False where `close` cancelled it."""
         known = -1 if self._newest is None else self._newest[0]
         request = learner_service.Request(self._config.run_token, known, self._signature, report)
         timeout = 2.0 if last else self._config.call_timeout
-        answer = call(learner_service.encode_request(request), timeout=timeout)
+        self._call = call.future(learner_service.encode_request(request), timeout=timeout)
+        try:
+            answer = self._call.result()
+        except grpc.FutureCancelledError:
+            return False
+        finally:
+            self._call = None
         version, self._go_on, packed = learner_service.decode_answer(answer)
         if version < 0:
-            return
+            return True
         leaves = [leaf[0] for leaf in self._layout.unpack(packed, 1)]
         with self._condition:
             self._newest = version, leaves
             self._condition.notify_all()
+        return True
 
     def _consider(self, error: grpc.RpcError, reached: float) -> None:
         """Raises where trying again is useless, or was tried long enough."""

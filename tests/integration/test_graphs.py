@@ -1,0 +1,91 @@
+"""Tests of the other graphs: the same nodes in other processes."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration import running
+
+GRAPHS = ("seed", "impala", "inference_pool")
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_graph_can_be_printed_without_being_started(graph, tmp_path):
+    printed = subprocess.run(
+        [sys.executable, "-m", f"programs.{graph}", "--env=catch", "--print_graph"],
+        cwd=tmp_path,
+        env={**running.surroundings(), "PYTHONPATH": str(running.ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=running.START,
+    ).stdout
+    assert printed.startswith("flowchart LR")
+    # Where inference sits, and so which arrows cross a process, is all that differs.
+    beside = {"seed": "learner", "impala": "actor", "inference_pool": "inference"}[graph]
+    assert f'{beside}_inference["inference"]' in printed
+    near, far = "-->", "-.->"
+    to_learner = near if graph == "seed" else far
+    to_inference = near if graph == "impala" else far
+    assert f"{beside}_inference {to_learner} learner_learner" in printed
+    assert f"{beside}_inference {to_learner} learner_trajectory_queue" in printed
+    assert f"actor_actor {to_inference} {beside}_inference" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_impala_learns_and_counts_across_processes(tmp_path):
+    with running.started(
+        tmp_path / "run",
+        "--num_actors=2",
+        "--num_steps=60000",
+        "--num_evaluators=1",
+        "--evaluation_period=1",
+        module="programs.impala",
+    ) as run:
+        run.wait_for_steps(1)
+        assert {running.title_of(worker) for worker in run.look()} >= {
+            "learner-0",
+            "actor-0",
+            "actor-1",
+            "evaluator-0",
+        }
+        assert run.wait(running.START) == 0, run.text()
+        summary = run.summary()
+        assert summary["exit_reason"] == "num_steps"
+        # Reports come each tenth of a second, so the limit is passed by about as much.
+        assert summary["agent_steps"] >= 60_000
+        assert summary["inference_rows"] >= summary["agent_steps"]
+        assert summary["learner_updates"] * 8 * 20 <= summary["agent_steps"] * 10 / 9 + 20 * 24
+        assert summary["policy_lag_mean"] > 0
+        assert summary["return_mean_100"] > 0.3
+        assert (tmp_path / "run" / "evaluator-0.csv").exists()
+        run.wait_until_gone(running.END)
+
+
+def test_a_pool_goes_on_without_one_of_its_servers(tmp_path):
+    with running.started(
+        tmp_path / "run",
+        "--num_actors=2",
+        "--num_steps=1000000000",
+        module="programs.inference_pool",
+    ) as run:
+        run.wait_for_steps(1000)
+        dead = run.named("inference-0")
+        dead.send_signal(signal.SIGKILL)
+        steps = run.figures()["agent_steps"]
+        run.wait_for_steps(steps + 20_000)
+        running.wait_until(
+            lambda: [
+                worker
+                for worker in run.look()
+                if running.title_of(worker) == "inference-0" and worker.pid != dead.pid
+            ],
+            running.START,
+            "the server's restart",
+        )
+        run.signal(signal.SIGTERM)
+        assert run.wait(running.END) == 128 + signal.SIGTERM
+        assert run.summary()["exit_reason"] == "stopped"
+        run.wait_until_gone(running.END)
