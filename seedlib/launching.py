@@ -255,7 +255,7 @@ class ProcessProgram:
         return self._received[0] if self._received else 0
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Handles a signal, between any two steps of the main thread: takes no lock, logs nothing."""
+        """Handles a signal between any two steps of the main thread, so it takes no lock."""
         del frame
         self._stopping.set()
         if number == signal.SIGUSR1:
@@ -305,9 +305,8 @@ class ProcessProgram:
             # What may die at any time may die now; it has nothing to save.
             if process is None or worker.policy.max_restarts or not worker.policy.fatal:
                 continue
-            # Who was told to end before it could listen has ended as it should. And Launchpad sets
-            # an alarm each second of a worker's end, which cuts a slow exit of Python short.
-            if process.returncode not in (0, -signal.SIGTERM, -signal.SIGALRM):
+            # Who was told to end before it could listen has ended as it should.
+            if process.returncode not in (0, -signal.SIGTERM):
                 return worker.failed(process.returncode)
         return None
 
@@ -368,6 +367,25 @@ def _prepare(
         node.bind_addresses()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """What Launchpad looks at of a node when it writes a process's command."""
+
+    function: Callable[[], Any]
+
+
+def _disarm(function: Callable[[], Any]) -> Any:
+    """Runs a node's function in its process, and then takes back the alarm of Launchpad.
+
+    That is set anew each second while the process is to end, and would cut a slow exit of Python
+    short, exit code and all.
+    """
+    try:
+        return function()
+    finally:
+        signal.alarm(0)
+
+
 def _commands(
     program: lp.Program, resources: Mapping[str, lp_processes.PythonProcess], grace: float
 ) -> list[tuple[str, str, Any]]:
@@ -381,7 +399,8 @@ def _commands(
     )
     commands = []
     for label, members in program.groups.items():
-        for command in members[0].to_executables(members, label, members[0].launch_context):
+        functions = [_Function(functools.partial(_disarm, node.function)) for node in members]
+        for command in members[0].to_executables(functions, label, members[0].launch_context):
             # The worker would kill itself after 10 s; how long it may take is decided here. With
             # the launcher gone, its own limit is what counts.
             command.command_as_list.append(f"--lp_termination_notice_secs={int(grace) + 1}")

@@ -30,7 +30,7 @@ class Counter:
 class CounterWorker:
     """Serves a counter until the program ends."""
 
-    def __init__(self, address=None):
+    def __init__(self, address=None, placement=None):
         self.component = Counter()
         self.address = address
 
@@ -177,7 +177,7 @@ def test_a_failure_is_recorded_in_the_run_directory_with_its_node(tmp_path, colo
 
 def test_nobody_waits_for_a_partner_that_cannot_start(tmp_path):
     class Unmade:
-        def __init__(self, address):
+        def __init__(self, address, placement):
             raise OSError("no such table")
 
     missing = nodes.Node("queue", Unmade, remote=Client)
