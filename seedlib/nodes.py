@@ -9,6 +9,7 @@ TensorFlow nor Reverb: an actor's process loads it too.
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import os
 import threading
 import uuid
@@ -526,6 +527,10 @@ class _InferenceWorker:
                 if stop():
                     return
             self.component.start()
+            # What was made to start with stays; TensorFlow alone leaves objects enough for each
+            # full collection of garbage to stop every thread for a third of a second.
+            gc.collect()
+            gc.freeze()
             if self._server is not None:
                 self._server.start()
                 self._server.set_serving(True)

@@ -172,7 +172,7 @@ def test_the_batcher_knows_neither_grpc_nor_jax_nor_policies():
 
 def test_nothing_in_the_library_knows_programs_and_only_the_graph_knows_launchpad():
     # A part is usable without Launchpad; what makes it a node of a graph stands above it.
-    graph = ("seedlib.nodes", "seedlib.launching")
+    graph = ("seedlib.nodes", "seedlib.launching", "seedlib.drawing")
     for module in modules_below("seedlib"):
         names = imports(source_of(module))
         assert not tops(names) & {"programs", "tests", "benchmarks"}, module

@@ -128,6 +128,17 @@ class Request:
         self._answered.release()
 
 
+class _Buffer:
+    """Preallocated rows, and the views of them that batches hand out; made once, used often."""
+
+    def __init__(self, row_spec: types.Nested, sizes: tuple[int, ...]) -> None:
+        nested = specs.zeros(row_spec, (sizes[-1],))
+        self.leaves = tree.flatten(nested)
+        self.rows = {
+            size: tree.map_structure(lambda leaf, size=size: leaf[:size], nested) for size in sizes
+        }
+
+
 class Batch:
     """Rows of several requests, padded to one of the configured sizes.
 
@@ -139,11 +150,11 @@ class Batch:
       wait_seconds: how long the first request had waited when the batch was taken.
     """
 
-    def __init__(self, batcher: "RequestBatcher", buffer: types.Nested) -> None:
+    def __init__(self, batcher: "RequestBatcher", buffer: _Buffer) -> None:
         """Made by the batcher."""
         self._batcher = batcher
         self._buffer = buffer
-        self._leaves = tree.flatten(buffer)
+        self._leaves = buffer.leaves
         self._copying = 0
         self._open = True
         self.requests: list[Request] = []
@@ -155,8 +166,7 @@ class Batch:
     @property
     def rows(self) -> types.Nested:
         """Nested arrays `[padded_size, ...]`."""
-        padded = self.padded_size
-        return tree.map_structure(lambda leaf: leaf[:padded], self._buffer)
+        return self._buffer.rows[self.padded_size]
 
     def complete(self, outputs: types.Nested) -> None:
         """Answers every request with its rows of `outputs`, leaves `[>= size, ...]`.
@@ -225,7 +235,7 @@ class RequestBatcher:
         ]
         self._condition = threading.Condition(threading.Lock())
         self._free = collections.deque(
-            specs.zeros(row_spec, (self._capacity,)) for _ in range(config.buffers)
+            _Buffer(row_spec, config.batch_sizes) for _ in range(config.buffers)
         )
         self._full: collections.deque[Batch] = collections.deque()
         self._filling: Batch | None = None
@@ -381,7 +391,7 @@ class RequestBatcher:
             return 0.0
         return batch.first_submit + self._config.timeout - now
 
-    def _recycle(self, buffer: types.Nested) -> None:
+    def _recycle(self, buffer: _Buffer) -> None:
         with self._condition:
             self._free.append(buffer)
             self._taken = {batch for batch in self._taken if batch._open}

@@ -190,6 +190,9 @@ class InferenceServer:
             lane.warm_up(timeout)
             if self._config.inline:
                 continue
+            if lane.in_flight == 1:
+                self._threads.start(lane.serve, f"serve-{number}")
+                continue
             self._threads.start(lane.dispatch, f"dispatch-{number}")
             self._threads.start(lane.collect, f"collect-{number}")
         self._ready.set()
@@ -473,6 +476,7 @@ class _Lane:
         self._sink = sink
         self._observer = observer
         self._device = device
+        self.in_flight = config.in_flight or (1 if device.platform == "cpu" else 2)
         self._padding_slot = config.max_environments
         self._row_spec = (
             specs.time_step_spec(spec),
@@ -484,7 +488,7 @@ class _Lane:
                 batch_sizes=config.batch_sizes,
                 minimum_batch_size=config.minimum_batch_size,
                 timeout=config.batch_timeout,
-                buffers=config.in_flight + 2,
+                buffers=self.in_flight + 2,
             ),
         )
         step_spec, state_spec = policy_step_specs(agent, spec)
@@ -509,7 +513,7 @@ class _Lane:
         # Memory is donated with every call, so its leaves must not share a buffer.
         self._memory = jax.tree_util.tree_map(jnp.copy, self._memory)
         # A place in flight is taken before a batch is, so that a batch goes on filling meanwhile.
-        self._places = threading.Semaphore(config.in_flight)
+        self._places = threading.Semaphore(self.in_flight)
         self._in_flight: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     @property
@@ -558,6 +562,28 @@ class _Lane:
         version, params = self._parameters.get(self._device)
         outputs, self._memory = self._step(params, self._memory, time_step, header)
         return batch, outputs, version, time_step, header
+
+    def serve(self) -> None:
+        """Does both stages, batch by batch, until the lane is closed."""
+        statistics = self.statistics
+        while True:
+            started = time.monotonic()
+            try:
+                batch = self.batcher.next_batch()
+            except batcher_lib.BatcherClosed:
+                return
+            assert batch is not None
+            taken = time.monotonic()
+            try:
+                given = self._give(batch)
+                statistics.wait_seconds += taken - started
+                statistics.dispatch_seconds += time.monotonic() - taken
+                self._collect(*given)
+            except tables.SinkClosed:
+                self.close()  # Nobody learns any more, so nobody shall wait for an answer.
+                return
+            finally:
+                batch.release()
 
     def turn(self) -> None:
         """Does both stages for what waits, in the caller's thread: see `InferenceConfig.inline`."""

@@ -118,6 +118,8 @@ class Learner(core.Learner):
         self._sharded = jax.sharding.NamedSharding(
             mesh, jax.sharding.PartitionSpec(devices_lib.BATCH_AXIS)
         )
+        # Such a device reads the batch where it is; moving it costs more than a small update.
+        self._reads_host_memory = [device.platform for device in split.training] == ["cpu"]
         self._key = jax.device_put(jax.random.PRNGKey(config.seed), self._replicated)
         initial_key, self._update_key = jax.random.split(self._key)
         self._state = jax.jit(_make_init(agent), out_shardings=self._replicated)(initial_key)
@@ -170,6 +172,8 @@ class Learner(core.Learner):
         if weight is None:
             weight = np.ones(self._agent.batch_size, np.float32)
         batch = Batch(sample.unrolls._replace(info=()), weight)
+        if self._reads_host_memory:
+            return batch
         return jax.device_put(batch, self._sharded)
 
     def step(self, timeout: float | None = None) -> bool:
