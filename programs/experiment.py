@@ -53,7 +53,9 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_integer("minimum_batch_size", 1, "Rows that an inference batch waits for.", 1)
 flags.DEFINE_float("batch_timeout", 0.01, "Seconds that it waits for them at most.", 0.0)
-flags.DEFINE_integer("queue_capacity", None, "Unrolls in the queue. Default: two batches.", 1)
+flags.DEFINE_integer(
+    "queue_capacity", None, "Unrolls in the queue. Default: two batches and one per environment.", 1
+)
 flags.DEFINE_float("checkpoint_period", 60.0, "Seconds between checkpoints.", 0.001)
 flags.DEFINE_integer(
     "max_restarts", 3, "Restarts of one actor within ten minutes, before the run fails.", 0
@@ -126,7 +128,12 @@ class Experiment:
     def queue(self) -> nodes.TrajectoryQueue:
         """Returns the node of the trajectory queue."""
         return nodes.TrajectoryQueue(
-            self.agent, self.directory, configs.TrajectoryQueueConfig(capacity=self.queue_capacity)
+            self.agent,
+            self.directory,
+            configs.TrajectoryQueueConfig(
+                capacity=self.queue_capacity,
+                environments=self.num_actors * self.envs_per_actor,
+            ),
         )
 
     def learner(self, queue: nodes.Node) -> nodes.Learner:

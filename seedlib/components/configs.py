@@ -11,14 +11,19 @@ class TrajectoryQueueConfig:
     """How large a queue is.
 
     Attributes:
-      capacity: unrolls that the table holds; at least one batch. None means two batches: one that
-        is read while another is written. A longer queue means older data.
+      capacity: unrolls that the table holds; at least one batch. None means two batches, one that
+        is read while another is written, and one unroll of each of `environments`. A longer queue
+        means older data.
+      environments: environments that fill it. Those of an actor step together, and so their
+        unrolls become whole together; a queue without room for them makes actors and learner work
+        in turns.
       unrolls_per_item: unrolls in one block; None takes the largest divisor of the batch size whose
         block stays below a megabyte.
       warn_seconds: a writer or reader that waits longer says so in the log, and again each time.
     """
 
     capacity: int | None = None
+    environments: int = 0
     unrolls_per_item: int | None = None
     warn_seconds: float = 30.0
 
@@ -32,6 +37,8 @@ class TrajectoryQueueConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, got {value}")
+        if self.environments < 0:
+            raise ValueError(f"environments must not be negative, got {self.environments}")
         if self.warn_seconds <= 0:
             raise ValueError(f"warn_seconds must be positive, got {self.warn_seconds}")
 

@@ -78,7 +78,9 @@ def layout(
         block = max(k for k in range(1, batch_size + 1) if batch_size % k == 0 and k <= most)
     if batch_size % block:
         raise ValueError(f"unrolls_per_item {block} does not divide batch_size {batch_size}")
-    capacity = 2 * batch_size if config.capacity is None else config.capacity
+    capacity = config.capacity
+    if capacity is None:
+        capacity = 2 * batch_size + config.environments
     if capacity < batch_size:
         raise ValueError(f"capacity {capacity} is less than batch_size {batch_size}")
     return QueueLayout(unroll_spec, batch_size, block, max(1, capacity // block))
