@@ -57,6 +57,12 @@ flags.DEFINE_integer(
     "queue_capacity", None, "Unrolls in the queue. Default: two batches and one per environment.", 1
 )
 flags.DEFINE_float("checkpoint_period", 60.0, "Seconds between checkpoints.", 0.001)
+flags.DEFINE_float(
+    "environment_timeout",
+    300.0,
+    "Seconds after which an environment that does not come back is taken to hang.",
+    0.001,
+)
 flags.DEFINE_integer(
     "max_restarts", 3, "Restarts of one actor within ten minutes, before the run fails.", 0
 )
@@ -83,6 +89,7 @@ class Experiment:
       batch_timeout: see `InferenceConfig`.
       queue_capacity: see `TrajectoryQueueConfig`.
       checkpoint_period: seconds between checkpoints.
+      environment_timeout: see `ActorConfig`.
       max_restarts: restarts of one actor.
       threshold: the return that counts as solved, for the picture.
       run_token: what inference asks its actors for, so that those of another run that happens to
@@ -105,6 +112,7 @@ class Experiment:
     batch_timeout: float = 0.01
     queue_capacity: int | None = None
     checkpoint_period: float = 60.0
+    environment_timeout: float = 300.0
     max_restarts: int = 3
     threshold: float | None = None
     run_token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -195,7 +203,9 @@ class Experiment:
             inference,
             range(first, first + self.envs_per_actor),
             self.directory,
-            actor_lib.ActorConfig(run_token=self.run_token),
+            actor_lib.ActorConfig(
+                environment_timeout=self.environment_timeout, run_token=self.run_token
+            ),
             name=f"actor {index}",
             seed=self.seed,
             index=index,
@@ -265,6 +275,7 @@ def from_flags(program: str) -> Experiment:
         batch_timeout=FLAGS.batch_timeout,
         queue_capacity=FLAGS.queue_capacity,
         checkpoint_period=FLAGS.checkpoint_period,
+        environment_timeout=FLAGS.environment_timeout,
         max_restarts=FLAGS.max_restarts,
         threshold=preset.threshold,
     )
@@ -314,6 +325,7 @@ _LAUNCH_TYPES = ("local_mp", "local_mt", "test_mt")
 _MAY_DIFFER = (
     "num_steps",
     "checkpoint_period",
+    "environment_timeout",
     "max_restarts",
     "num_evaluators",
     "evaluation_episodes",

@@ -49,12 +49,14 @@ class Placement:
       process: an id that nodes share which `colocate` put together.
       name: for messages.
       users: the nodes that hold a handle of this one.
+      lockstep: whether the node's process has one thread; see `lockstep`.
     """
 
     node: str
     process: str
     name: str
     users: "list[Placement]" = dataclasses.field(default_factory=list, repr=False)
+    lockstep: bool = False
 
     @property
     def serves_others(self) -> bool:
@@ -183,6 +185,11 @@ class Node(lp.PyClassNode[Handle, Any]):
             _INSTANCES.put(self.placement.node, worker.component)
         return self._instance
 
+    def record_failure(self, error: BaseException) -> None:
+        """Keeps a failure in the run's directory, where there is one."""
+        if self._directory is not None:
+            self._directory.record_failure(self.placement.name, error)
+
     def run(self) -> None:
         """Makes the worker and runs it, in the worker's process or thread."""
         stop = lp.stop_event()
@@ -197,8 +204,7 @@ class Node(lp.PyClassNode[Handle, Any]):
         except _Stopped as reason:
             logging.info("%s: %s", self.placement.name, reason)
         except BaseException as error:
-            if self._directory is not None:
-                self._directory.record_failure(self.placement.name, error)
+            self.record_failure(error)
             raise
         finally:
             # In one process programs may follow one another.
@@ -290,6 +296,58 @@ def colocate(*nodes: Node) -> Colocation:
     return Colocation(list(nodes))
 
 
+class LockStep(Colocation):
+    """Nodes in one process and one thread of control: the learner's, which acts for its batches."""
+
+    def run(self) -> None:
+        """Makes every worker, and runs the learner's until the end."""
+        stop = lp.stop_event()
+        _CURRENT.stop = stop
+        _CURRENT.clients = []
+        nodes: list[Node] = self.nodes
+        workers = []
+        try:
+            for node in nodes:
+                _CURRENT.process = node.placement.process
+                workers.append(node._construct_instance())
+            queue, learner, inference, *actors = workers
+            queue.component.act_with([actor.actor for actor in actors])
+            inference.component.start()
+            learner.run(stop.is_set)
+            # The launcher's signal to stop must not meet an interpreter that is half gone.
+            stop.wait(5.0)
+        except BaseException as error:
+            nodes[0].record_failure(error)
+            raise
+        finally:
+            for worker in reversed(workers):
+                worker.end()
+            for node in nodes:
+                _INSTANCES.remove(node.placement.node)
+
+
+def lockstep(
+    queue: "TrajectoryQueue", learner: "Learner", inference: "Inference", *actors: "Actor"
+) -> LockStep:
+    """Puts a whole graph in one process and one thread: deterministic, for debugging and tests.
+
+    A step of the learner steps the actors, in turn, until there is a batch. The queue is then one
+    in memory, inference has no threads, and nothing is fetched ahead.
+
+    Args:
+      queue: the table.
+      learner: its reader.
+      inference: its writer.
+      *actors: those who act.
+    """
+    process = uuid.uuid4().hex
+    members = [queue, learner, inference, *actors]
+    for node in members:
+        node.placement.process = process
+        node.placement.lockstep = True
+    return LockStep(members)
+
+
 def _local_port(address: lp_address.Address) -> int:
     return lp_address.get_port_from_address(address.resolve())
 
@@ -304,17 +362,26 @@ class _QueueWorker:
         address: lp_address.Address,
         placement: Placement,
     ) -> None:
-        del placement  # Reverb's server always listens.
-        from seedlib.components import trajectory_queue
+        from seedlib.components import local_queue, trajectory_queue
 
-        self.component = trajectory_queue.TrajectoryQueue(
-            _queue_layout(agent, config), config, port=_local_port(address)
-        )
+        layout = _queue_layout(agent, config)
+        if placement.lockstep:
+            self.component: Any = local_queue.ActingQueue(
+                layout.batch_size, layout.items * layout.unrolls_per_item
+            )
+        else:
+            self.component = trajectory_queue.TrajectoryQueue(
+                layout, config, port=_local_port(address)
+            )
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serves until stopped."""
         del stop
         lp.wait_for_stop()
+        self.end()
+
+    def end(self) -> None:
+        """Frees the table."""
         self.component.stop()
 
 
@@ -387,6 +454,8 @@ class _LearnerWorker:
 
         # Without inference in this process all of its devices train.
         split = devices.split_devices(inference_devices if placement.serves_its_own else 0)
+        if placement.lockstep:
+            learner_config = dataclasses.replace(learner_config, prefetch=0)
         self.component = trainer.Trainer(
             agent(), queue.reader(), split, directory, config, learner_config
         )
@@ -410,9 +479,13 @@ class _LearnerWorker:
             self.component.run(stop)
         finally:
             lp.stop()
-            if self._server is not None:
-                self._server.stop()
-            self.component.close()
+            self.end()
+
+    def end(self) -> None:
+        """Frees learner and files. May be called twice."""
+        if self._server is not None:
+            self._server.stop()
+        self.component.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,6 +567,8 @@ class _InferenceWorker:
         if restarts:  # Environments begin at incarnation 0 again; their streams must not.
             seed = actor_lib.environment_seed(config.seed, 0, restarts, evaluate=False)
             config = dataclasses.replace(config, seed=seed)
+        if placement.lockstep:
+            config = dataclasses.replace(config, inline=True)
         beside_learner = learner_placement.process == placement.process
         split = devices.split_devices(inference_devices if beside_learner else 0)
         self._learner = learner
@@ -537,9 +612,13 @@ class _InferenceWorker:
             while not stop():
                 self.component.wait(0.2)
         finally:
-            if self._server is not None:
-                self._server.stop()
-            self.component.stop()
+            self.end()
+
+    def end(self) -> None:
+        """Frees the server."""
+        if self._server is not None:
+            self._server.stop()
+        self.component.stop()
 
     def _has_parameters(self) -> bool:
         """Waits a little for the first ones: a learner in another process may take its time."""
@@ -641,7 +720,7 @@ class _ActorWorker:
             if len(policies) == 1
             else policy_pool.PolicyPool(policies, index, patience=_POOL_PATIENCE)
         )
-        self._actor = actor_lib.EnvironmentActor(
+        self.actor = actor_lib.EnvironmentActor(
             self._environments, policy, environment_ids, name, config
         )
 
@@ -652,10 +731,15 @@ class _ActorWorker:
         watch.start()
         try:
             with _leave_quietly(stop):
-                self._actor.run(stop)
+                self.actor.run(stop)
         finally:
             ended.set()
             watch.join()
+
+    def end(self) -> None:
+        """Frees session and environments, of an actor that was stepped by others."""
+        self.actor.disconnect()
+        self._environments.close()
 
     def _watch(self, ended: threading.Event) -> None:
         """Ends the process where an environment hangs; the launcher then starts it again.

@@ -365,7 +365,10 @@ class _Session:
         timeout = self._timeout if timeout is None else timeout
         self._header[:, _STEP] = self._index & _STEP_MASK
         try:
-            actions = self._submit(time_steps, timeout).result(timeout)
+            request = self._submit(time_steps, timeout)
+            if self.lane.config.inline:
+                self.lane.turn()
+            actions = request.result(timeout)
         except (batcher_lib.BatcherClosed, batcher_lib.RequestCancelled):
             raise self._reason or service.Unavailable("the inference server is stopped") from None
         except batcher_lib.RequestTimeout as error:

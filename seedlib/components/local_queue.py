@@ -1,12 +1,13 @@
 """A FIFO of unrolls in memory, for programs of one thread: deterministic, and never waits."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tree
 
 from seedlib import types
+from seedlib.components import actor as actor_lib
 from seedlib.components.tables import Sample, SinkClosed
 
 
@@ -95,3 +96,35 @@ class LocalQueue:
     def close(self) -> None:
         """Refuses what comes later. May be called twice."""
         self._closed = True
+
+
+class ActingQueue(LocalQueue):
+    """A queue that fills itself: whoever asks it for a batch steps the actors until there is one.
+
+    So a learner without prefetching and actors of an inline inference server share one thread, and
+    two runs with one seed do the same.
+    """
+
+    def __init__(self, batch_size: int, capacity: int) -> None:
+        """Starts empty, with no actor. See `LocalQueue`."""
+        super().__init__(batch_size, capacity)
+        self._actors: Sequence[actor_lib.EnvironmentActor] = ()
+
+    def act_with(self, actors: Sequence[actor_lib.EnvironmentActor]) -> None:
+        """Names those who fill the queue; each is stepped once in turn."""
+        self._actors = tuple(actors)
+
+    def __next__(self) -> Sample:
+        """Acts until a whole batch is there, and returns it.
+
+        Raises:
+          StopIteration: the queue was closed.
+        """
+        while len(self) < self._batch_size and not self._closed:
+            for actor in self._actors:
+                actor.step()
+        return super().__next__()
+
+    def stop(self) -> None:
+        """Ends the queue, as a `TrajectoryQueue` is ended."""
+        self.close()

@@ -41,7 +41,9 @@ def _put(leaf: jax.Array, device: jax.Device) -> jax.Array:
     `jax.device_put` of a replicated array costs some 40 microseconds even where there is nothing
     to move: more than a small network's update.
     """
-    for shard in getattr(leaf, "addressable_shards", ()):
+    # An array that is bound to no device would count as another type, and be compiled for again.
+    shards = leaf.addressable_shards if getattr(leaf, "committed", False) else ()
+    for shard in shards:
         if shard.device == device and shard.data.shape == leaf.shape:
             return shard.data
     return jax.device_put(leaf, device)

@@ -1,5 +1,6 @@
 """Names: what they lead to, what is refused and how, and what importing brings."""
 
+import importlib
 import subprocess
 import sys
 
@@ -76,9 +77,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "atari.py").write_text("def Pong(): raise AssertionError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "factory_module", raising=False)
-    import factory_module
-
-    return factory_module
+    return importlib.import_module("factory_module")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+import threading
 import time
 
 import dm_env
@@ -88,6 +89,25 @@ def broken(seed: int) -> catch.Catch:
 
 def broken_in_evaluation(seed: int) -> catch.Catch:
     return Broken(seed, after=5) if process_name().startswith("evaluator") else catch.Catch(seed)
+
+
+class Hanging(catch.Catch):
+    """Catch whose first life in the first actor never comes back from a step."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        first = os.environ.get(nodes.RESTARTS_VARIABLE) == "0"
+        self._left = 200 if first and process_name() == "actor-0" else -1
+
+    def step(self, action: int) -> dm_env.TimeStep:
+        self._left -= 1
+        if self._left == 0:
+            threading.Event().wait()
+        return super().step(action)
+
+
+def hanging(seed: int) -> catch.Catch:
+    return Hanging(seed)
 
 
 class NotANumber(catch.Catch):

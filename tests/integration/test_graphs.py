@@ -89,3 +89,33 @@ def test_a_pool_goes_on_without_one_of_its_servers(tmp_path):
         assert run.wait(running.END) == 128 + signal.SIGTERM
         assert run.summary()["exit_reason"] == "stopped"
         run.wait_until_gone(running.END)
+
+
+def test_two_lockstep_runs_with_one_seed_are_the_same(tmp_path):
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    summaries, states = [], []
+    for name in ("one", "two"):
+        with running.started(
+            tmp_path / name, "--num_actors=2", "--num_steps=6000", module="programs.lockstep"
+        ) as run:
+            assert run.wait(running.START) == 0, run.text()
+            summaries.append(run.summary())
+            newest = tmp_path / name / "checkpoints" / str(run.checkpoints()[-1]) / "state"
+            states.append(ocp.StandardCheckpointer().restore(newest))
+            run.wait_until_gone(running.END)
+    measured = {name for name in summaries[0] if name.endswith(("_seconds", "_per_second"))}
+    first, second = (
+        {name: value for name, value in summary.items() if name not in measured}
+        for summary in summaries
+    )
+    assert first == second
+    assert first["learner_updates"] > 20
+    # The unrolls of 16 environments become whole together: two batches, of two updates before.
+    assert first["policy_lag_max"] <= 3
+    leaves = [jax.tree_util.tree_leaves(state) for state in states]
+    assert len(leaves[0]) > 10
+    for one, two in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(one, two)
