@@ -56,6 +56,7 @@ PROGRAMS = [
     if "-m programs." in command
     and command not in EXAMPLES
     and "--help" not in command
+    and "--print_graph" not in command
     and "runs/resumed" not in command
 ]
 RESUMED = [command for command in COMMANDS if "-m programs." in command and "resumed" in command]
@@ -182,6 +183,17 @@ def test_the_examples_commands_are_the_ones_that_the_examples_give():
         assert " ".join(text.replace("\\\n", " ").split()).endswith(
             command.removeprefix(".venv/bin/")
         )
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--print_graph" in c])
+def test_graphs_are_printed(command, tmp_path):
+    assert run(command, tmp_path).startswith("flowchart LR")
+
+
+@pytest.mark.parametrize("graph", ["impala", "inference_pool"])
+def test_drawings_of_graphs_are_what_the_programs_print(graph, tmp_path):
+    printed = run(f".venv/bin/python -m programs.{graph} --print_graph", tmp_path)
+    assert f"```mermaid\n{printed}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "seedlib.curve" in c])
