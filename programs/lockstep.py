@@ -10,7 +10,9 @@ from seedlib import nodes
 
 
 def lockstep(experiment: experiment_lib.Experiment) -> lp.Program:
-    """Returns the graph."""
+    """Returns the graph. An evaluator needs a thread of its own, so there is none."""
+    if experiment.num_evaluators:
+        raise ValueError(f"num_evaluators must be 0 in lock-step, got {experiment.num_evaluators}")
     queue = experiment.queue()
     learner = experiment.learner(queue)
     inference = experiment.inference(learner, queue)

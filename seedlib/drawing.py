@@ -40,9 +40,10 @@ def mermaid(program: lp.Program) -> str:
     for group, members, count in drawn.values():
         title = group if count == 1 else f"{group} x {count}"
         lines.append(f'  subgraph {group}["{title}"]')
-        for member in members:
-            label = _kind(member).replace("_", " ")
-            lines.append(f'    {names[member.placement.node]}["{label}"]')
+        kinds = [_kind(member) for member in members]
+        for kind in dict.fromkeys(kinds):
+            several = "" if kinds.count(kind) == 1 else f" x {kinds.count(kind)}"
+            lines.append(f'    {group}_{kind}["{kind.replace("_", " ")}{several}"]')
         lines.append("  end")
     arrows: dict[str, None] = {}
     for _, members, _ in drawn.values():

@@ -318,6 +318,7 @@ class LockStep(Colocation):
             stop.wait(5.0)
         except BaseException as error:
             nodes[0].record_failure(error)
+            stop.wait(5.0)  # For the same reason; the exit code would be the signal's.
             raise
         finally:
             for worker in reversed(workers):
@@ -367,7 +368,7 @@ class _QueueWorker:
         layout = _queue_layout(agent, config)
         if placement.lockstep:
             self.component: Any = local_queue.ActingQueue(
-                layout.batch_size, layout.items * layout.unrolls_per_item
+                layout.batch_size, layout.batch_size + max(config.environments, layout.items)
             )
         else:
             self.component = trajectory_queue.TrajectoryQueue(

@@ -99,6 +99,8 @@ class RunDirectory:
             raise RunDirectoryError(f"logdir {self.path}: is not a directory") from None
         except PermissionError:
             raise RunDirectoryError(f"logdir {self.path}: may not be created") from None
+        except OSError as error:
+            raise RunDirectoryError(f"logdir {self.path}: {error.strerror}") from None
         if not os.path.exists(self.file(_CONFIG)):
             self._refuse_foreign()
             with contextlib.suppress(FileExistsError):  # Another process was faster: compare.

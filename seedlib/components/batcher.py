@@ -65,7 +65,7 @@ class BatcherConfig:
                 f"minimum_batch_size must be in 1..{sizes[-1]} (the largest of batch_sizes), "
                 f"got {self.minimum_batch_size}"
             )
-        if self.timeout < 0:
+        if not self.timeout >= 0:  # Not a number is refused too.
             raise ValueError(f"timeout must not be negative, got {self.timeout}")
         if self.buffers < 2:
             raise ValueError(

@@ -109,6 +109,7 @@ class ActingQueue(LocalQueue):
         """Starts empty, with no actor. See `LocalQueue`."""
         super().__init__(batch_size, capacity)
         self._actors: Sequence[actor_lib.EnvironmentActor] = ()
+        self._turn = 0
 
     def act_with(self, actors: Sequence[actor_lib.EnvironmentActor]) -> None:
         """Names those who fill the queue; each is stepped once in turn."""
@@ -121,8 +122,10 @@ class ActingQueue(LocalQueue):
           StopIteration: the queue was closed.
         """
         while len(self) < self._batch_size and not self._closed:
-            for actor in self._actors:
-                actor.step()
+            # No further than there is need for, so that a queue of one batch is enough.
+            actor = self._actors[self._turn]
+            self._turn = (self._turn + 1) % len(self._actors)
+            actor.step()
         return super().__next__()
 
     def stop(self) -> None:
