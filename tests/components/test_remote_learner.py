@@ -125,6 +125,33 @@ def test_steps_episodes_and_statistics_arrive_exactly_once(trainer):
     assert statistics.wait_seconds == 1.5
 
 
+def test_what_is_counted_while_an_exchange_is_under_way_is_not_lost_by_a_close(trainer):
+    under_way, go_on = threading.Event(), threading.Event()
+    receive = trainer.observe
+
+    def slow(*report):
+        under_way.set()
+        assert go_on.wait(30)
+        receive(*report)
+
+    trainer.observe = slow
+    server = serve(trainer)
+    remote = remote_learner.RemoteLearner(server.address, trainer.agent, QUICK)
+    try:
+        assert under_way.wait(30)
+        remote.observe(7, None)
+        closing = threading.Thread(target=remote.close)
+        closing.start()
+        go_on.set()
+        closing.join(30)
+        assert not closing.is_alive()
+    finally:
+        go_on.set()
+        remote.close()
+        server.stop()
+    assert trainer.monitor.figures()["agent_steps"] == 7
+
+
 def test_a_repeated_report_is_not_counted_again(trainer):
     front = remote_learner.LearnerFront(trainer, DEVICE)
     from seedlib.components.transport.learner_service import Report

@@ -162,24 +162,27 @@ class LearnerClient:
         reached = time.monotonic()
         sequence = 0
         report: learner_service.Report | None = None
+        final = False
         try:
             while True:
-                last = self._closing.is_set()
+                closing = self._closing.is_set()
                 if report is None:
+                    # Only a report that was begun after `close` holds all that there is to say.
+                    final = closing
                     report, sequence = self._take_report(sequence), sequence + 1
                 try:
-                    if not self._exchange(call, report, last):
+                    if not self._exchange(call, report, closing):
                         continue
                     report, reached = None, time.monotonic()
                     delays.reset()
                 except grpc.RpcError as error:
                     self._consider(error, reached)
-                    if last:
-                        logging.info("%s: the last report was not taken", self._address)
-                    else:
+                    if not closing:
                         self._closing.wait(next(delays))
                         continue
-                if last:
+                    logging.warning("%s: the last report was not taken", self._address)
+                    final = True
+                if final:
                     self._fail(service.Unavailable(f"{self._address}: this client is closed"))
                     return
                 self._closing.wait(self._config.period)
@@ -200,11 +203,11 @@ class LearnerClient:
             self._source, sequence, steps, episodes, dict(self._statistics())
         )
 
-    def _exchange(self, call: Any, report: learner_service.Report, last: bool) -> bool:
+    def _exchange(self, call: Any, report: learner_service.Report, closing: bool) -> bool:
         """Performs one exchange; returns False where `close` cancelled it."""
         known = -1 if self._newest is None else self._newest[0]
         request = learner_service.Request(self._config.run_token, known, self._signature, report)
-        timeout = 2.0 if last else self._config.call_timeout
+        timeout = 2.0 if closing else self._config.call_timeout
         self._call = call.future(learner_service.encode_request(request), timeout=timeout)
         try:
             answer = self._call.result()
