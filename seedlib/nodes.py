@@ -363,8 +363,9 @@ class _QueueWorker:
         address: lp_address.Address,
         placement: Placement,
     ) -> None:
-        from seedlib.components import local_queue, trajectory_queue
+        from seedlib.components import devices, local_queue, trajectory_queue
 
+        devices.compute_in_calling_threads()
         layout = _queue_layout(agent, config)
         if placement.lockstep:
             self.component: Any = local_queue.ActingQueue(
@@ -402,8 +403,9 @@ class _RemoteQueue:
     config: configs.TrajectoryQueueConfig
 
     def __call__(self, address: str) -> Any:
-        from seedlib.components import trajectory_queue
+        from seedlib.components import devices, trajectory_queue
 
+        devices.compute_in_calling_threads()
         return trajectory_queue.TrajectoryQueueClient(
             address, _queue_layout(self.agent, self.config), self.config
         )
@@ -453,6 +455,7 @@ class _LearnerWorker:
         from seedlib.components import devices, remote_learner, trainer
         from seedlib.components.transport import learner_server
 
+        devices.compute_in_calling_threads()
         # Without inference in this process all of its devices train.
         split = devices.split_devices(inference_devices if placement.serves_its_own else 0)
         if placement.lockstep:
@@ -497,9 +500,10 @@ class _RemoteLearner:
     run_token: str = dataclasses.field(repr=False)
 
     def __call__(self, address: str) -> Any:
-        from seedlib.components import remote_learner
+        from seedlib.components import devices, remote_learner
         from seedlib.components.transport import learner_client
 
+        devices.compute_in_calling_threads()
         return remote_learner.RemoteLearner(
             address,
             self.agent(),
@@ -564,6 +568,7 @@ class _InferenceWorker:
         from seedlib.components import devices, inference
         from seedlib.components.transport import server
 
+        devices.compute_in_calling_threads()
         restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
         if restarts:  # Environments begin at incarnation 0 again; their streams must not.
             seed = actor_lib.environment_seed(config.seed, 0, restarts, evaluate=False)
