@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
+from seedlib.components import configs
+
 SIZES = ("full", "quick", "smoke")
 """How long a benchmark measures: to be quoted, to look at, to see that it runs at all."""
 
@@ -171,7 +173,7 @@ def main(
     runs = arguments.runs or (3 if arguments.size == "full" else 1)
     # As the program's learner process has it. XLA reads this at its first use, not at its import.
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    os.environ["XLA_FLAGS"] = f"{configs.XLA_CPU_FLAGS} {flags}".strip()
     watch = _Watch()
     tables = measure(Options(arguments.size, arguments.json, runs, arguments))
     report = {

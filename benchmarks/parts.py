@@ -19,7 +19,10 @@ from seedlib import environments, specs, types
 from seedlib.agents import vtrace
 from seedlib.agents.agent import Agent, Batch
 from seedlib.agents.vtrace import config as config_lib
-from seedlib.components import inference, parameters, tables
+from seedlib.components import devices, inference, parameters, tables
+
+# As in the programs.
+devices.compute_in_calling_threads()
 
 NETS = {"mlp": "16 B", "shallow": "84x84x4", "deep": "84x84x4"}
 """The observation that each torso is measured with, as `null_policy.OBSERVATIONS` names it."""

@@ -464,8 +464,9 @@ def _run(
 def _resources(program: lp.Program) -> Mapping[str, lp_processes.PythonProcess]:
     """Returns the processes' surroundings: actors leave accelerators and other cores alone."""
     # One thread of XLA for each of learner and inference: on a CPU a pool of threads for every
-    # matrix product costs more than it gains, and fights the actors for cores.
-    xla = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    # matrix product, or for operations that do not wait for each other, costs more than it gains,
+    # and fights the actors for cores. The user's own flags come last, and count.
+    xla = f"{configs.XLA_CPU_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla}
     acting = {
         **quiet,

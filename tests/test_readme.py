@@ -232,7 +232,6 @@ def test_flags_that_are_named_exist():
         *("help", "x", "out"),
         *("tasks", "seeds", "report_only"),  # Of benchmarks.learning.
         *("logdir",),  # Of TensorBoard too.
-        *("xla_cpu_multi_thread_eigen",),  # Of XLA.
         *("num_inference_servers",),  # Of programs.inference_pool.
         *("quick", "json", "soak", "deep", "flag", "minutes", "only", "FLAG"),  # Of the benchmarks.
     }

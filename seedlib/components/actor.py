@@ -186,26 +186,44 @@ class SerialEnvironments:
         Raises:
           EnvironmentFailure: one failure too many; caused by the environment's own exception.
         """
-        if actions is None:
-            for index in range(self.size):
-                self._one(index, None)
-        elif self._plain_action:
-            # A copy, since actions may be read-only and environments may write to theirs.
-            for index, action in enumerate(np.array(actions, self._action_spec.dtype)):
-                self._one(index, action)
-        else:
-            for index in range(self.size):
-                self._one(
-                    index,
-                    tree.map_structure(
-                        lambda spec, leaf, row=index: np.array(leaf[row], spec.dtype),
-                        self._action_spec,
-                        actions,
-                    ),
+        handed = self._split(actions)
+        steps: list[dm_env.TimeStep] = []
+        for index in range(self.size):
+            self._busy = (index, time.monotonic())
+            try:
+                environment = self._environments[index]
+                steps.append(
+                    environment.reset() if handed is None else environment.step(handed[index])
                 )
+            except Exception as error:
+                steps.append(self._rebuild(index, error))
+        try:
+            self._store_all(steps)
+        except Exception:  # Of one of them; which one is found by storing each alone.
+            for index, time_step in enumerate(steps):
+                try:
+                    self._store(index, time_step)
+                except Exception as error:
+                    self._rebuild(index, error)
         self._check_finite()
         self._busy = None
         return self._time_steps
+
+    def _split(self, actions: types.Nested | None) -> Sequence[types.Nested] | None:
+        """Returns the action of each environment, in the dtype of its own spec."""
+        if actions is None:
+            return None
+        if self._plain_action:
+            # A copy, since actions may be read-only and environments may write to theirs.
+            return np.array(actions, self._action_spec.dtype)
+        return [
+            tree.map_structure(
+                lambda spec, leaf, row=index: np.array(leaf[row], spec.dtype),
+                self._action_spec,
+                actions,
+            )
+            for index in range(self.size)
+        ]
 
     def stuck(self, seconds: float) -> str | None:
         """Says which environment has not come back for `seconds`, or None. Any thread may ask."""
@@ -214,27 +232,19 @@ class SerialEnvironments:
             return None
         return f"environment {self._ids[busy[0]]} has not come back for {seconds:.0f} s"
 
-    def _one(self, index: int, action: types.Nested | None) -> None:
-        """Steps one environment, or rebuilds it where that fails."""
-        self._busy = (index, time.monotonic())
-        try:
-            environment = self._environments[index]
-            self._store(index, environment.reset() if action is None else environment.step(action))
-        except Exception as error:
-            self._rebuild(index, error)
-
-    def _rebuild(self, index: int, error: Exception) -> None:
-        """Replaces a failed environment by a new one, and stores its FIRST step."""
+    def _rebuild(self, index: int, error: Exception) -> dm_env.TimeStep:
+        """Replaces a failed environment by a new one; stores and returns its FIRST step."""
         self._note_failure(index, error)
         delays = backoff.Backoff(initial=0.05, maximum=5.0, seed=self._builds[index])
         while True:
             try:
                 self._environments[index] = self._build(index)
-                self._store(index, self._environments[index].reset())
+                first = self._environments[index].reset()
+                self._store(index, first)
                 for path, _, array in self._floats:
                     if not np.isfinite(array[index]).all():
                         raise specs.SpecError(f"{path} is not finite")
-                return
+                return first
             except Exception as again:
                 self._note_failure(index, again)
                 time.sleep(next(delays))
@@ -247,6 +257,35 @@ class SerialEnvironments:
             finite = np.isfinite(array).reshape(self.size, -1).all(axis=1)
             for index in np.flatnonzero(~finite):
                 self._rebuild(int(index), specs.SpecError(f"{path} is not finite"))
+
+    def _store_all(self, steps: Sequence[dm_env.TimeStep]) -> None:
+        """Copies a time step of each environment into its row, leaf by leaf, and checks them.
+
+        Does what `_store` does for each, in a third of the time for small observations.
+        """
+        target = self._time_steps
+        step_types, rewards, discounts, observations = zip(*steps, strict=True)
+        target.step_type[:] = step_types
+        target.reward[:] = [
+            value if type(value) is float else 0.0 if value is None else _number("reward", value)
+            for value in rewards
+        ]
+        target.discount[:] = [
+            value if type(value) is float else 1.0 if value is None else _number("discount", value)
+            for value in discounts
+        ]
+        columns = (
+            (observations,) if self._single else zip(*map(tree.flatten, observations), strict=True)
+        )
+        for (path, shape, array), column in zip(self._leaves, columns, strict=True):
+            values = [np.asarray(leaf) for leaf in column]
+            for value in values:
+                _check_leaf(path, shape, array.dtype, value)
+            # The kinds are checked, so that no cast surprises.
+            if shape:
+                np.concatenate(values, out=array.reshape(-1, *shape[1:]), casting="unsafe")
+            else:
+                array[:] = values
 
     def _store(self, index: int, time_step: dm_env.TimeStep) -> None:
         """Copies one time step into its row, and checks it."""
@@ -262,11 +301,7 @@ class SerialEnvironments:
             )
         for (path, shape, array), leaf in zip(self._leaves, leaves, strict=True):
             value = np.asarray(leaf)
-            # An assignment would broadcast, round and parse text, all in silence.
-            if value.shape != shape or value.dtype.kind not in _STORABLE[array.dtype.kind]:
-                raise specs.SpecError(
-                    f"{path}: expected {array.dtype} {shape}, got {value.dtype} {value.shape}"
-                )
+            _check_leaf(path, shape, array.dtype, value)
             array[index] = value
 
     def _note_failure(self, index: int, error: Exception) -> None:
@@ -292,6 +327,16 @@ class SerialEnvironments:
         """See `BatchedEnvironment.close`."""
         for i, environment in zip(self._ids, self._environments, strict=True):
             close_quietly(environment, f"environment {i}")
+
+
+def _check_leaf(path: str, shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray) -> None:
+    """Refuses what an assignment would broadcast, round or parse from text, all in silence.
+
+    Raises:
+      SpecError: naming the leaf.
+    """
+    if value.shape != shape or value.dtype.kind not in _STORABLE[dtype.kind]:
+        raise specs.SpecError(f"{path}: expected {dtype} {shape}, got {value.dtype} {value.shape}")
 
 
 def _number(name: str, value: Any) -> Any:

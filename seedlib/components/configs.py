@@ -5,6 +5,15 @@ Each is checked when it is made, so that what cannot be is refused before anythi
 
 import dataclasses
 
+XLA_CPU_FLAGS = (
+    "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+"""Flags of XLA for a process that acts and learns on a CPU: compute where the call is.
+
+By default parts of a computation that do not wait for each other go to a pool of threads. On a few
+cores, and with networks whose parts take microseconds, handing them over costs more than that.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryQueueConfig:

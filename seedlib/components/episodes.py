@@ -30,9 +30,9 @@ class EpisodeTracker:
 
     def __init__(self, slots: int) -> None:
         """Starts with no episode under way in any of `slots` environments."""
-        self._returns = np.zeros(slots, np.float64)
-        self._lengths = np.zeros(slots, np.int64)
-        self._whole = np.zeros(slots, np.bool_)
+        # Return, length and whether FIRST was seen: one array, since each that is indexed costs a
+        # call. Lengths are exact up to 2^53.
+        self._totals = np.zeros((slots, 3), np.float64)
 
     def append(
         self,
@@ -47,24 +47,27 @@ class EpisodeTracker:
         Returns:
           The episodes that ended with these steps, or None.
         """
+        totals = self._totals[slots]
+        totals[:, 0] += reward
+        totals[:, 1] += 1
         first = step_type == 0
-        self._returns[slots] = np.where(first, 0.0, self._returns[slots] + reward)
-        self._lengths[slots] = np.where(first, 0, self._lengths[slots] + 1)
-        self._whole[slots] |= first
-        last = np.flatnonzero(step_type == 2)
-        if not len(last):
-            return None
-        ended = last[self._whole[slots[last]]]
-        where = slots[ended]
-        episodes = Episodes(
-            environment_id[ended].copy(),
-            self._returns[where],
-            self._lengths[where],
-            evaluate[ended].copy(),
-        )
-        self._whole[slots[last]] = False
-        return episodes if len(ended) else None
+        if first.any():
+            totals[first] = 0.0, 0.0, 1.0
+        last = step_type == 2
+        episodes = None
+        if last.any():
+            ended = np.flatnonzero(last & (totals[:, 2] > 0))
+            totals[last, 2] = 0.0
+            if len(ended):
+                episodes = Episodes(
+                    environment_id[ended],
+                    totals[ended, 0],
+                    totals[ended, 1].astype(np.int64),
+                    evaluate[ended],
+                )
+        self._totals[slots] = totals
+        return episodes
 
     def reset(self, slots: np.ndarray) -> None:
         """Forgets the episodes under way in `slots`."""
-        self._whole[slots] = False
+        self._totals[slots, 2] = 0.0

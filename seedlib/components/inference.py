@@ -11,6 +11,7 @@ that dispatches batches and one that collects results, so that a batch runs whil
 """
 
 import dataclasses
+import math
 import queue
 import secrets
 import threading
@@ -28,15 +29,21 @@ from absl import logging
 from seedlib import specs, types
 from seedlib.agents.agent import Agent
 from seedlib.components import batcher as batcher_lib
-from seedlib.components import configs, tables, threads, unrolls
+from seedlib.components import configs, records, tables, threads, unrolls
 from seedlib.components import episodes as episodes_lib
 from seedlib.components import parameters as parameters_lib
 from seedlib.components.transport import service, wire
 
-# Columns of a row's header, int32.
-_SLOT, _ENVIRONMENT, _INCARNATION, _STEP, _FLAGS, _KEY, _COLUMNS = 0, 1, 2, 3, 4, 5, 7
+# Columns of a row's header, int32. Step, version and key have two each: 64-bit numbers, the lower
+# half first.
+_SLOT, _ENVIRONMENT, _INCARNATION, _FLAGS, _STEP, _VERSION, _KEY, _COLUMNS = 0, 1, 2, 3, 4, 6, 8, 10
 _FRESH, _EVALUATE = 1, 2
 _STEP_MASK = 0x7FFFFFFF
+
+
+def _halves(number: int) -> np.ndarray:
+    """Returns a number of 64 bits as two of 32, the lower one first."""
+    return np.array([number], "<i8").view("<i4")
 
 
 class StepObserver(Protocol):
@@ -363,7 +370,7 @@ class _Session:
         if self._reason is not None:
             raise self._reason
         timeout = self._timeout if timeout is None else timeout
-        self._header[:, _STEP] = self._index & _STEP_MASK
+        self._header[:, _STEP : _STEP + 2] = _halves(self._index)
         try:
             request = self._submit(time_steps, timeout)
             if self.lane.config.inline:
@@ -418,7 +425,7 @@ class _Session:
             if leaf.shape[:1] != rows or leaf.dtype.kind != "f":
                 continue
             # The sum is finite exactly where all are, but for an overflow; then look closely.
-            if not np.isfinite(leaf.sum(dtype=np.float64)) and not np.isfinite(leaf).all():
+            if not math.isfinite(leaf.sum(dtype=np.float64)) and not np.isfinite(leaf).all():
                 row = int(np.argwhere(~np.isfinite(leaf))[0][0])
                 where = "/".join(map(str, path))
                 raise ValueError(
@@ -495,12 +502,18 @@ class _Lane:
             ),
         )
         step_spec, state_spec = policy_step_specs(agent, spec)
+        layout = records.RecordLayout(step_spec)
+        # Large observations are on the host already; all else that is large comes from the device.
+        numbers = tree.unflatten_as(step_spec, range(len(tree.flatten(step_spec))))
+        observed = tree.flatten(numbers.inputs.observation)
+        self._observed = [
+            observed.index(number) if number in observed else None for number in layout.large
+        ]
         self._assembler = unrolls.UnrollAssembler(
-            step_spec, state_spec, agent.unroll, config.max_environments
+            layout, state_spec, agent.unroll, config.max_environments
         )
         self._episodes = episodes_lib.EpisodeTracker(config.max_environments)
-        self._step_index = np.zeros(config.max_environments, np.int64)
-        self._step = jax.jit(_make_step(agent, spec), donate_argnums=(1,))
+        self._step = jax.jit(_make_step(agent, layout, self._observed), donate_argnums=(1,))
         self._memory = jax.device_put(
             (
                 jax.tree_util.tree_map(
@@ -563,8 +576,9 @@ class _Lane:
             if not request.tag.alive:
                 header[request.start : request.stop, _SLOT] = self._padding_slot
         version, params = self._parameters.get(self._device)
+        header[:, _VERSION : _VERSION + 2] = _halves(version)
         outputs, self._memory = self._step(params, self._memory, time_step, header)
-        return batch, outputs, version, time_step, header
+        return batch, outputs, time_step, header
 
     def serve(self) -> None:
         """Does both stages, batch by batch, until the lane is closed."""
@@ -612,14 +626,14 @@ class _Lane:
         self,
         batch: batcher_lib.Batch,
         outputs: Any,
-        version: int,
         time_step: dm_env.TimeStep,
         header: np.ndarray,
     ) -> None:
         statistics = self.statistics
         started = time.monotonic()
+        action, step, states = outputs
         try:
-            action, extras, previous_action = jax.tree_util.tree_map(np.asarray, outputs[:3])
+            action = jax.tree_util.tree_map(np.asarray, action)
         except BaseException as error:
             batch.fail(error)
             raise
@@ -632,56 +646,45 @@ class _Lane:
         statistics.padded_rows += batch.padded_size
         statistics.device_seconds += ready - started
 
-        header = header[:size]
         rows: Any = slice(0, size)
-        slots = header[:, _SLOT]
-        if (slots == self._padding_slot).any():  # Rows of sessions that are over.
-            rows = np.flatnonzero(slots != self._padding_slot)
-            header, slots = header[rows], slots[rows]
-        fresh = slots[(header[:, _FLAGS] & _FRESH) != 0]
-        if len(fresh):
-            self._step_index[fresh] = 0
-            self._episodes.reset(fresh)
-            statistics.dropped_steps += self._assembler.reset(fresh)
-        evaluate = (header[:, _FLAGS] & _EVALUATE) != 0
-        time_step = jax.tree_util.tree_map(lambda leaf: leaf[rows], time_step)
+        slots = header[:size, _SLOT].astype(np.intp)
+        over = slots == self._padding_slot
+        if over.any():  # Rows of sessions that are over.
+            rows = np.flatnonzero(~over)
+            slots = slots[rows]
+        flags = header[rows, _FLAGS]
+        evaluate = (flags & _EVALUATE) != 0
+        if flags.any():
+            fresh = slots[(flags & _FRESH) != 0]
+            if len(fresh):
+                self._episodes.reset(fresh)
+                statistics.dropped_steps += self._assembler.reset(fresh)
+        step_type = time_step.step_type[rows]
         ended = self._episodes.append(
-            slots, time_step.step_type, time_step.reward, header[:, _ENVIRONMENT], evaluate
+            slots, step_type, time_step.reward[rows], header[rows, _ENVIRONMENT], evaluate
         )
-        training: Any = np.flatnonzero(~evaluate) if evaluate.any() else slice(None)
-        agent_steps = int(np.count_nonzero(time_step.step_type[training]))
+        if evaluate.any():
+            training = np.flatnonzero(~evaluate)
+            rows = training if isinstance(rows, slice) else rows[training]
+            slots, step_type = slots[training], step_type[training]
+        agent_steps = int(np.count_nonzero(step_type))
         statistics.agent_steps += agent_steps
         if self._observer is not None:
             self._observer.observe(agent_steps, ended)
-        step_index = self._step_index[slots]
-        self._step_index[slots] += 1
         whole = None
         if self._sink is not None:
-            step = types.Unroll(
-                inputs=types.PolicyInput(
-                    time_step.step_type,
-                    time_step.reward,
-                    time_step.discount,
-                    time_step.observation,
-                    previous_action=jax.tree_util.tree_map(
-                        lambda leaf: leaf[rows], previous_action
-                    ),
-                    environment_id=header[:, _ENVIRONMENT],
-                    evaluate=evaluate,
-                ),
-                action=jax.tree_util.tree_map(lambda leaf: leaf[rows], action),
-                extras=jax.tree_util.tree_map(lambda leaf: leaf[rows], extras),
-                initial_state=(),
-                info=types.UnrollInfo(
-                    policy_version=np.full(len(slots), version, np.int64),
-                    step_index=step_index,
-                    incarnation=header[:, _INCARNATION],
-                ),
+            observation = tree.flatten(time_step.observation)
+            from_device = iter(step.large)
+            large = (
+                np.asarray(next(from_device)) if place is None else observation[place]
+                for place in self._observed
             )
-            states = jax.tree_util.tree_map(lambda leaf: _Rows(leaf, rows, training), outputs[3])
-            if not isinstance(training, slice):
-                step = jax.tree_util.tree_map(lambda leaf: leaf[training], step)
-            whole = self._assembler.append(slots[training], step, states)
+            packed = records.Records(
+                np.asarray(step.small)[rows], tuple(leaf[rows] for leaf in large)
+            )
+            whole = self._assembler.append(
+                slots, packed, jax.tree_util.tree_map(lambda leaf: _Rows(leaf, rows), states)
+            )
         assembled = time.monotonic()
         statistics.assemble_seconds += assembled - ready
         if whole is not None and self._sink is not None:
@@ -693,30 +696,31 @@ class _Lane:
 class _Rows:
     """Some rows of a device array, copied to the host only if somebody looks."""
 
-    def __init__(self, leaf: jax.Array, *rows: Any) -> None:
+    def __init__(self, leaf: jax.Array, rows: Any) -> None:
         self._leaf = leaf
         self._rows = rows
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        array = np.asarray(self._leaf)
-        for rows in self._rows:
-            array = array[rows]
+        array = np.asarray(self._leaf)[self._rows]
         return array if dtype is None else array.astype(dtype)
 
 
-def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
+def _make_step(
+    agent: Agent, layout: records.RecordLayout, observed: Sequence[int | None]
+) -> Callable[..., Any]:
     """Returns the function that one device call computes.
 
-    `(params, memory, time_step [B], header [B, 7]) -> ((action, extras, previous_action, state
-    before the step), memory)`; memory is `(recurrent state, previous action)`, leaves
-    `[slots + 1, ...]`, whose last row belongs to padding.
+    `(params, memory, time_step [B], header [B, C]) -> ((action, step, state before the step),
+    memory)`; the step is packed, without the large leaves that are `observed`. Memory is
+    `(recurrent state, previous action)`, leaves `[slots + 1, ...]`, whose last row belongs to
+    padding.
     """
 
     def step(
         params: Any,
         memory: Any,
         time_step: dm_env.TimeStep,
-        header: jax.Array,
+        header: Any,
     ) -> Any:
         slots = header[:, _SLOT]
         fresh = (header[:, _FLAGS] & _FRESH) != 0
@@ -738,7 +742,7 @@ def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
         )
         # A row's random stream belongs to its environment, incarnation and step alone.
         keys = jax.lax.bitcast_convert_type(header[:, _KEY:], jnp.uint32)
-        keys = jax.vmap(jax.random.fold_in)(keys, header[:, _STEP])
+        keys = jax.vmap(jax.random.fold_in)(keys, header[:, _STEP] & _STEP_MASK)
         inputs = types.PolicyInput(
             time_step.step_type,
             time_step.reward,
@@ -755,6 +759,23 @@ def _make_step(agent: Agent, spec: specs.EnvironmentSpec) -> Callable[..., Any]:
         memory = jax.tree_util.tree_map(
             lambda stored, new: stored.at[slots].set(new), memory, (output.state, action)
         )
-        return (action, output.extras, previous_action, state), memory
+        halves: Any = jnp.zeros((batch, 2), jnp.int32)
+        packed = layout.pack(
+            types.Unroll(
+                inputs=inputs,
+                action=action,
+                extras=output.extras,
+                initial_state=(),
+                info=types.UnrollInfo(
+                    policy_version=header[:, _VERSION : _VERSION + 2],
+                    step_index=header[:, _STEP : _STEP + 2],
+                    incarnation=halves.at[:, 0].set(header[:, _INCARNATION]),
+                ),
+            )
+        )
+        large = tuple(
+            leaf for leaf, place in zip(packed.large, observed, strict=True) if place is None
+        )
+        return (action, packed._replace(large=large), state), memory
 
     return step

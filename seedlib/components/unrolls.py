@@ -1,18 +1,22 @@
 """Time-step rows in, whole unrolls out.
 
-The assembler keeps the last steps of every environment in arrays `[slots, L, ...]`. A batch of rows
-of different environments is scattered into them with one indexed assignment per leaf, and the
-unrolls that became whole are gathered with another: no Python loop over environments.
+The assembler keeps the last `L` steps of every environment: a record of each, and an array for each
+leaf that is too large for one. A batch of rows of different environments is scattered with one
+indexed assignment for the records and one per large leaf, and the unrolls that became whole are
+gathered with another: no Python loop over environments.
 
 Consecutive unrolls of an environment share `L - period` steps, so with the default period each
 transition is in exactly one unroll. An unroll may hold several episodes.
 """
+
+from typing import Any
 
 import numpy as np
 import tree
 
 from seedlib import specs, types
 from seedlib.agents.agent import UnrollShape
+from seedlib.components import records
 
 
 class UnrollAssembler:
@@ -20,7 +24,7 @@ class UnrollAssembler:
 
     def __init__(
         self,
-        step_spec: types.Unroll,
+        layout: records.RecordLayout,
         state_spec: types.Nested,
         shape: UnrollShape,
         slots: int,
@@ -28,17 +32,21 @@ class UnrollAssembler:
         """Allocates the arrays.
 
         Args:
-          step_spec: specs of one step: an `Unroll` of leaves with `shape` and `dtype`, without a
-            leading dimension; its `initial_state` is `()`.
+          layout: of one step: an `Unroll` of leaves without a leading dimension; its
+            `initial_state` is `()`.
           state_spec: specs of one environment's recurrent state; `()` where there is none.
           shape: how unrolls are cut.
           slots: how many environments.
         """
+        self._layout = layout
         self._window = shape.window
         self._stride = shape.stride
         self._overlap = shape.window - shape.stride
-        self._steps = specs.zeros(step_spec._replace(initial_state=()), (slots, self._window))
-        self._step_leaves = tree.flatten(self._steps)
+        self._slots = slots
+        # Flat `[slots * L]`: one index array is faster than two, and there is one for all leaves.
+        cells = slots * self._window
+        self._records = np.zeros(cells, layout.dtype)
+        self._large = [np.zeros((cells, *shape), dtype) for shape, dtype in layout.large_specs]
         # States are wanted only where an unroll may start: every `stride` steps of the window.
         starts = -(-self._window // self._stride)
         self._states = specs.zeros(state_spec, (slots, starts))
@@ -46,13 +54,13 @@ class UnrollAssembler:
         self._length = np.zeros(slots, np.int64)
 
     def append(
-        self, slots: np.ndarray, steps: types.Unroll, states: types.Nested
+        self, slots: np.ndarray, steps: records.Records, states: types.Nested
     ) -> types.Unroll | None:
         """Adds one step to each of some environments.
 
         Args:
           slots: int `[n]`, which environments; none twice.
-          steps: leaves `[n, ...]`; `initial_state` is ignored.
+          steps: of the layout, `[n]`.
           states: the recurrent state before the step, leaves `[n, ...]`. Read only where an unroll
             may start.
 
@@ -61,31 +69,34 @@ class UnrollAssembler:
           there are none.
         """
         position = self._length[slots]
-        for stored, leaf in zip(
-            self._step_leaves, tree.flatten(steps._replace(initial_state=())), strict=True
-        ):
-            stored[slots, position] = leaf
+        cells = slots * self._window + position
+        self._records[cells] = np.ascontiguousarray(steps.small).view(self._layout.dtype)[:, 0]
+        for stored, leaf in zip(self._large, steps.large, strict=True):
+            stored[cells] = leaf
         if self._state_leaves:
             starts = np.flatnonzero(position % self._stride == 0)
             if len(starts):
                 where = (slots[starts], position[starts] // self._stride)
                 for stored, leaf in zip(self._state_leaves, tree.flatten(states), strict=True):
                     stored[where] = np.asarray(leaf)[starts]
-        self._length[slots] = position + 1
-        whole = slots[position + 1 == self._window]
-        return self._take(whole) if len(whole) else None
+        position += 1
+        self._length[slots] = position
+        whole = position == self._window
+        return self._take(slots[whole]) if whole.any() else None
 
     def _take(self, whole: np.ndarray) -> types.Unroll:
         """Gathers the unrolls of slots whose window is full, and keeps their overlap."""
-        unrolls: types.Unroll = tree.map_structure(lambda stored: stored[whole], self._steps)
+        gathered: list[Any] = []
+        for stored in (self._records, *self._large):
+            by_slot = stored.reshape(self._slots, self._window, *stored.shape[1:])
+            leaf = by_slot[whole]
+            by_slot[whole, : self._overlap] = leaf[:, self._stride :]
+            gathered.append(leaf)
+        unrolls: types.Unroll = self._layout.unpack(gathered[0], tuple(gathered[1:]))
         states = tree.map_structure(lambda stored: stored[whole, 0], self._states)
-        overlap, stride = self._overlap, self._stride
-        gathered = tree.flatten(unrolls._replace(initial_state=()))
-        for stored, leaf in zip(self._step_leaves, gathered, strict=True):
-            stored[whole, :overlap] = leaf[:, stride:]
         for stored in self._state_leaves:
             stored[whole, :-1] = stored[whole, 1:]
-        self._length[whole] = overlap
+        self._length[whole] = self._overlap
         return unrolls._replace(initial_state=states)
 
     def reset(self, slots: np.ndarray) -> int:

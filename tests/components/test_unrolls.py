@@ -9,7 +9,7 @@ from hypothesis import strategies
 
 from seedlib import types
 from seedlib.agents import agent as agent_lib
-from seedlib.components import unrolls
+from seedlib.components import records, unrolls
 from tests.components import harness
 
 SCALAR = dm_specs.Array((), np.int64)
@@ -56,10 +56,20 @@ def step(slots, observation, index, reward=None, step_type=None):
     )
 
 
+class Assembler:
+    """An assembler that takes steps as they are, and packs them."""
+
+    def __init__(self, observation, state, shape, slots):
+        self.layout = records.RecordLayout(step_spec(observation), largest=64)
+        self.assembler = unrolls.UnrollAssembler(self.layout, state, shape, slots)
+        self.reset = self.assembler.reset
+
+    def append(self, slots, steps, states):
+        return self.assembler.append(slots, self.layout.pack_rows(steps), states)
+
+
 def make_assembler(slots=1, observation=NUMBER, state=STATE, **shape):
-    return unrolls.UnrollAssembler(
-        step_spec(observation), state, agent_lib.UnrollShape(**shape), slots
-    )
+    return Assembler(observation, state, agent_lib.UnrollShape(**shape), slots)
 
 
 def feed(assembler, indices, reward=lambda index: 10 * index):
