@@ -162,8 +162,17 @@ class LiveProgram:
                     found.setdefault(kind, []).append(worker.memory_info().rss / 1e6)
         return found
 
+    def pause(self) -> None:
+        """Stands still, all processes of it, until `go_on`."""
+        pause(self._launcher)
+
+    def go_on(self) -> None:
+        """Ends a `pause`."""
+        go_on(self._launcher)
+
     def stop(self) -> None:
         """Ends the program as a user would."""
+        self.go_on()
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
@@ -175,6 +184,21 @@ class LiveProgram:
 
     def _output_tail(self) -> str:
         return (self._directory / "output.txt").read_text(errors="replace")[-5000:]
+
+
+def pause(process: psutil.Process) -> None:
+    """Lets a process and those that it started stand still."""
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.suspend()
+
+
+def go_on(process: psutil.Process) -> None:
+    """Ends a `pause`."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 @contextlib.contextmanager

@@ -209,7 +209,7 @@ class SerialEnvironments:
         self._busy = None
         return self._time_steps
 
-    def _split(self, actions: types.Nested | None) -> Sequence[types.Nested] | None:
+    def _split(self, actions: types.Nested | None) -> Sequence[types.Nested] | np.ndarray | None:
         """Returns the action of each environment, in the dtype of its own spec."""
         if actions is None:
             return None
