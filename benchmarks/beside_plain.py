@@ -69,7 +69,7 @@ def measure(options: harness.Options) -> Sequence[harness.Table]:
 
 
 def _compare(task: _Task, options: harness.Options) -> dict[str, Any]:
-    turns, seconds = options.pick(8, 3, 1), options.pick(4.0, 3.0, 1.0)
+    turns, seconds = options.pick(5, 3, 1), options.pick(3.0, 3.0, 1.0)
     flags = (
         f"--env={task.env}",
         f"--num_actors={_ACTORS}",
