@@ -51,6 +51,12 @@ flags.DEFINE_string("logdir", None, "Where the run leaves its files. Required.")
 flags.DEFINE_integer(
     "inference_devices", None, "Local devices that infer. Default: a quarter; 0 shares all.", 0
 )
+flags.DEFINE_list(
+    "inference_batch_sizes",
+    None,
+    "Padded sizes of inference batches, ascending. Default: doubling, from an actor's environments "
+    "to all.",
+)
 flags.DEFINE_integer("minimum_batch_size", 1, "Rows that an inference batch waits for.", 1)
 flags.DEFINE_float("batch_timeout", 0.01, "Seconds that it waits for them at most.", 0.0)
 flags.DEFINE_integer(
@@ -85,6 +91,8 @@ class Experiment:
       num_steps: agent steps.
       seed: of everything random.
       inference_devices: see `split_devices`.
+      inference_batch_sizes: see `InferenceConfig`; None lets them double from one actor's
+        environments to all.
       minimum_batch_size: see `InferenceConfig`.
       batch_timeout: see `InferenceConfig`.
       queue_capacity: see `TrajectoryQueueConfig`.
@@ -108,6 +116,7 @@ class Experiment:
     evaluation_period: float = 30.0
     seed: int = 0
     inference_devices: int | None = None
+    inference_batch_sizes: Sequence[int] | None = None
     minimum_batch_size: int = 1
     batch_timeout: float = 0.01
     queue_capacity: int | None = None
@@ -171,13 +180,21 @@ class Experiment:
           actors: how many actors it serves; None means all.
 
         Raises:
-          ValueError: the batch that it shall wait for is larger than it ever gets.
+          ValueError: the batch that it shall wait for is larger than it ever gets, or one that is
+            too small for an actor.
         """
         actors = self.num_actors if actors is None else actors
         environments_served = actors * self.envs_per_actor + self.num_evaluators
         sizes = batcher.padded_sizes(self.envs_per_actor, actors)
+        if self.inference_batch_sizes is not None:
+            sizes = tuple(self.inference_batch_sizes)
         # Checked here, since the server does so when it is made, in another process.
         batcher.BatcherConfig(sizes, self.minimum_batch_size, self.batch_timeout)
+        if sizes[-1] < self.envs_per_actor:
+            raise ValueError(
+                f"inference_batch_sizes must have one of at least envs_per_actor "
+                f"({self.envs_per_actor}), got {','.join(map(str, sizes))}"
+            )
         return nodes.Inference(
             self.agent,
             learner,
@@ -242,7 +259,7 @@ def from_flags(program: str) -> Experiment:
         **preset.agent.get(FLAGS.agent, {}),
         **loading.parse_options(FLAGS.agent_option),
     }
-    spec = _look_at(environment)
+    spec = look_at(environment)
     agent = loading.AgentFactory(FLAGS.agent, spec, options)
     agent.check()
     if ":" in FLAGS.agent:
@@ -271,6 +288,7 @@ def from_flags(program: str) -> Experiment:
         evaluation_period=FLAGS.evaluation_period,
         seed=FLAGS.seed,
         inference_devices=FLAGS.inference_devices,
+        inference_batch_sizes=_integers("inference_batch_sizes", FLAGS.inference_batch_sizes),
         minimum_batch_size=FLAGS.minimum_batch_size,
         batch_timeout=FLAGS.batch_timeout,
         queue_capacity=FLAGS.queue_capacity,
@@ -279,6 +297,18 @@ def from_flags(program: str) -> Experiment:
         max_restarts=FLAGS.max_restarts,
         threshold=preset.threshold,
     )
+
+
+def _integers(name: str, words: Sequence[str] | None) -> list[int] | None:
+    """Returns the numbers of a flag that is a list.
+
+    Raises:
+      ValueError: one is no number.
+    """
+    try:
+        return None if words is None else [int(word) for word in words]
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers, got {','.join(words or ())}") from None
 
 
 def _find_module(agent: str) -> None:
@@ -298,7 +328,7 @@ def _find_module(agent: str) -> None:
         raise ValueError(f"unknown agent {agent!r}: there is no module {module!r}")
 
 
-def _look_at(environment: environments.EnvironmentFactory) -> specs.EnvironmentSpec:
+def look_at(environment: environments.EnvironmentFactory) -> specs.EnvironmentSpec:
     """Returns an environment's spec; makes one to look at it.
 
     Raises:
@@ -521,9 +551,9 @@ def main(name: str, graph: Callable[[Experiment], lp.Program]) -> None:
     def run(arguments: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)
         if len(arguments) > 1:
-            _complain(f"unknown argument {arguments[1]!r}")
+            complain(f"unknown argument {arguments[1]!r}")
         try:
-            with _one_line_errors():
+            with one_line_errors():
                 experiment = from_flags(name)
                 program = graph(experiment)
                 if FLAGS.print_graph:
@@ -542,18 +572,18 @@ def main(name: str, graph: Callable[[Experiment], lp.Program]) -> None:
         if summary["exit_reason"] != "num_steps":
             sys.exit(128 + (summary["signal"] or signal.SIGTERM))
 
-    app.run(run, flags_parser=_parse_flags)
+    app.run(run, flags_parser=lambda arguments: parse_flags(arguments, _help))
 
 
-def _parse_flags(arguments: Sequence[str]) -> list[str]:
-    """Parses flags; what cannot be is one line for the user."""
+def parse_flags(arguments: Sequence[str], help_text: Callable[[], str]) -> list[str]:
+    """Parses flags; what cannot be is one line for the user, and `--help` shows `help_text()`."""
     if any(argument in ("--help", "-help", "-h", "--helpshort") for argument in arguments[1:]):
-        print(_help())
+        print(help_text())
         sys.exit(0)
     try:
         return FLAGS(arguments)
     except flags.Error as error:
-        _complain(" ".join(str(error).split()))
+        complain(" ".join(str(error).split()))
         raise
 
 
@@ -562,28 +592,35 @@ def _help() -> str:
     lines = [(sys.modules["__main__"].__doc__ or "").strip(), ""]
     shown = [*FLAGS.flags_by_module_dict()[__name__], FLAGS["lp_launch_type"]]
     for flag in shown:
-        default = "" if flag.default in (None, []) else f" (default: {flag.default})"
-        # absl adds a line of its own to flags that may be repeated.
-        about = flag.help.partition(";\n")[0]
+        about = None
         if flag.name == "lp_launch_type":
             about = (
                 "local_mp: processes; local_mt: threads; test_mt: threads, and nodes must pickle."
             )
-        lines += [f"  --{flag.name}", f"      {about}{default}"]
+        lines += describe_flag(flag, about)
     lines += ["", "Exit code: 0 at the step limit, 1 where something failed, 2 for bad input,"]
     lines += ["128 + n when signal n ended the run (after a final checkpoint)."]
     return "\n".join(lines)
 
 
+def describe_flag(flag: flags.Flag, about: str | None = None) -> list[str]:
+    """Returns the lines of one flag in what `--help` shows; `about` instead of its own help."""
+    default = "" if flag.default in (None, []) else f" (default: {flag.default})"
+    # absl adds a line of its own to flags that may be repeated.
+    about = about or flag.help.partition(";\n")[0]
+    return [f"  --{flag.name}", f"      {about}{default}"]
+
+
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Turns what a user can cause into one line and exit code 2."""
     try:
         yield
     except (ValueError, run_directory.RunDirectoryError) as error:
-        _complain(" ".join(str(error).split()))
+        complain(" ".join(str(error).split()))
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
+    """Says in one line what a user can mend, and exits with code 2."""
     print(f"error: {text}", file=sys.stderr)
     sys.exit(2)
