@@ -2,9 +2,9 @@
 
 python -m programs.evaluate --logdir=runs/catch-1 --episodes=100 --json=catch-1.json
 
-Agent and environment are those of the run; --env and --env_option name another environment, or other
-settings of the same one. Actions are the likeliest ones, or drawn as in training with --sampled.
-The run may still be going on: nothing in its directory is changed.
+Agent and environment are those of the run; --env and --env_option name another environment, or
+other settings of the same one. Actions are the likeliest ones, or drawn as in training with
+--sampled. The run may still be going on: nothing in its directory is changed.
 """
 
 import functools
@@ -34,7 +34,7 @@ from seedlib.components import episodes as episodes_lib
 FLAGS = flags.FLAGS
 
 flags.DEFINE_integer("episodes", 10, "Whole episodes to play.", 1)
-flags.DEFINE_bool("sampled", False, "Draw actions as in training, where else the likeliest counts.")
+flags.DEFINE_bool("sampled", False, "Draw actions as in training; else the likeliest is taken.")
 flags.DEFINE_integer("checkpoint", None, "Number of the checkpoint. Default: the newest.", 0)
 flags.DEFINE_string("json", None, "A new file for the figures.")
 flags.DEFINE_string(
@@ -379,7 +379,7 @@ def write_video(path: str, frames: Sequence[np.ndarray]) -> None:
     import cv2
 
     height, width = images[0].shape[:2]
-    codec = cv2.VideoWriter_fourcc(*"mp4v")
+    codec = cv2.VideoWriter.fourcc(*"mp4v")
     writer = cv2.VideoWriter(path, codec, _FRAMES_PER_SECOND, (width, height))
     if not writer.isOpened():
         raise ValueError(f"--video: OpenCV cannot write {path}; .gif works")
@@ -397,22 +397,14 @@ def evaluate() -> None:
       run_directory.RunDirectoryError: the same.
       actor.EnvironmentFailure: an environment failed too often.
     """
-    for flag in FLAGS.flags_by_module_dict()[experiment.__name__]:
-        if flag.present and flag.name not in _SHOWN:
-            raise ValueError(f"--{flag.name} is a flag of a run, and not of an evaluation")
-    if not FLAGS.logdir:
-        raise ValueError("--logdir is required: where did a run leave its files?")
-    outputs = {flag: os.path.expanduser(FLAGS[flag].value or "") for flag in ("json", "video")}
-    for flag, path in outputs.items():
-        if path:
-            _check_new(flag, path)
+    video, figures_file = _new_files()
     directory = run_directory.RunDirectory(FLAGS.logdir)
     config = read_run(directory)
     number = find_checkpoint(directory, FLAGS.checkpoint)
     environment = _environment(config)
     spec = experiment.look_at(environment)
-    if outputs["video"]:
-        _check_video(outputs["video"], spec, environment.name)
+    if video:
+        _check_video(video, spec, environment.name)
     factory = loading.AgentFactory(config["agent"], spec, _options(config["agent_options"]))
     factory.check()
 
@@ -421,43 +413,56 @@ def evaluate() -> None:
     devices.compute_in_calling_threads()
     agent = factory()
     params = agent.policy_params(restore(directory, number, agent))
-    policy = "sampled" if FLAGS.sampled else "greedy"
+    about = {
+        "env": environment.name,
+        "env_options": environment.options,
+        "agent": config["agent"],
+        "logdir": directory.path,
+        "checkpoint": number,
+        "policy": "sampled" if FLAGS.sampled else "greedy",
+        "seed": FLAGS.seed,
+    }
     print(
-        f"{environment.name}, checkpoint {number} of {directory.path}, {policy}, seed {FLAGS.seed}"
+        f"{environment.name}, checkpoint {number} of {directory.path}, {about['policy']}, "
+        f"seed {FLAGS.seed}",
+        flush=True,
     )
     ids = range(min(FLAGS.episodes, _MAX_ENVIRONMENTS))
     played: actor_lib.BatchedEnvironment = actor_lib.SerialEnvironments(
         environment, ids, seed=FLAGS.seed, evaluate=True
     )
-    recorded = RecordedEnvironments(played) if outputs["video"] else None
+    recorded = RecordedEnvironments(played) if video else None
     log = EpisodeLog(FLAGS.episodes, len(ids), _print_episode)
     play(agent, params, recorded or played, log, FLAGS.sampled, FLAGS.seed)
     figures = figures_of(log.episodes)
-    print(
-        "return: "
-        + ", ".join(
-            f"{name} {_show(figures[f'return_{name}'])}"
-            for name in ("mean", "median", "min", "max")
-        )
-        + f" ({figures['episodes']} episodes, mean length {_show(figures['length_mean'])})"
-    )
+    _print_figures(figures)
     if recorded is not None:
-        write_video(outputs["video"], recorded.frames)
-        print(f"video: {outputs['video']}")
-    if outputs["json"]:
-        about = {
-            "env": environment.name,
-            "env_options": environment.options,
-            "agent": config["agent"],
-            "logdir": directory.path,
-            "checkpoint": number,
-            "seed": FLAGS.seed,
-            "policy": policy,
-        }
-        with open(outputs["json"], "x", encoding="utf-8") as file:
+        write_video(video, recorded.frames)
+        print(f"video: {video}")
+    if figures_file:
+        with open(figures_file, "x", encoding="utf-8") as file:
             json.dump(run_directory.to_json({**about, **figures}), file, indent=2)
             file.write("\n")
-        print(f"json: {outputs['json']}")
+        print(f"json: {figures_file}")
+
+
+def _new_files() -> tuple[str, str]:
+    """Checks what can be without the run; returns the files of `--video` and `--json`, "" for none.
+
+    Raises:
+      ValueError: a flag that cannot be.
+    """
+    for flag in FLAGS.flags_by_module_dict()[experiment.__name__]:
+        if flag.present and flag.name not in _SHOWN:
+            raise ValueError(f"--{flag.name} is a flag of a run, and not of an evaluation")
+    if not FLAGS.logdir:
+        raise ValueError("--logdir is required: where has a run left its files?")
+    video = os.path.expanduser(FLAGS.video or "")
+    figures_file = os.path.expanduser(FLAGS.json or "")
+    for name, path in (("video", video), ("json", figures_file)):
+        if path:
+            _check_new(name, path)
+    return video, figures_file
 
 
 def _show(number: float) -> str:
@@ -466,19 +471,31 @@ def _show(number: float) -> str:
 
 def _print_episode(number: int, episode: Episode) -> None:
     """Says how an episode ended, at once: the next one may take minutes."""
+    total = _show(episode.total)
+    print(f"episode {number + 1}: return {total}, length {episode.length}", flush=True)
+
+
+def _print_figures(figures: Mapping[str, Any]) -> None:
+    shown = {name: _show(value) for name, value in figures.items() if isinstance(value, float)}
     print(
-        f"episode {number + 1}: return {_show(episode.total)}, length {episode.length}", flush=True
+        f"return: mean {shown['return_mean']}, median {shown['return_median']}, "
+        f"min {shown['return_min']}, max {shown['return_max']} "
+        f"({figures['episodes']} episodes, mean length {shown['length_mean']})"
     )
 
 
 def _help() -> str:
+    """Returns what `--help` shows: the flags of an evaluation alone."""
+    about = {
+        "logdir": "Where the run has left its files. Required.",
+        "seed": "Seed of the environments, and of the actions that are drawn.",
+        "env": "Another environment than the run's, which must suit its agent.",
+        "env_option": "Another setting of the environment, as name=value; repeat.",
+    }
     lines = [(sys.modules["__main__"].__doc__ or "").strip(), ""]
     for name in _SHOWN:
-        lines += experiment.describe_flag(FLAGS[name])
-    lines += [
-        "",
-        "Exit code: 0 when all episodes are played, 1 where the environment failed, 2 for bad",
-    ]
+        lines += experiment.describe_flag(FLAGS[name], about.get(name))
+    lines += ["", "Exit code: 0 when all episodes were played, 1 where something failed, 2 for bad"]
     lines += ["input, 130 for Ctrl-C."]
     return "\n".join(lines)
 

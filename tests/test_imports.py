@@ -183,6 +183,7 @@ def test_nothing_in_the_library_knows_programs_and_only_the_graph_knows_launchpa
 
 LIGHT = [
     "seedlib",
+    "seedlib.components.acme_actor",
     "seedlib.components.actor",
     *modules_below("seedlib.components.transport"),
     *modules_below("seedlib.environments"),

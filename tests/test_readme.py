@@ -233,6 +233,7 @@ def test_flags_that_are_named_exist():
         *("tasks", "seeds", "report_only"),  # Of benchmarks.learning.
         *("logdir",),  # Of TensorBoard too.
         *("num_inference_servers",),  # Of programs.inference_pool.
+        *("episodes", "sampled", "checkpoint", "video"),  # Of programs.evaluate.
         *("quick", "json", "soak", "deep", "flag", "minutes", "only", "FLAG"),  # Of the benchmarks.
     }
     for page, text in texts().items():

@@ -45,7 +45,7 @@ class PolicyActor(core.Actor):
     """Asks a policy service for the actions of one environment that an Acme loop steps.
 
     It holds neither weights nor data: `update` does nothing, and unrolls are made by the service.
-    Owned by one thread, but for `close`.
+    Owned by one thread.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class PolicyActor(core.Actor):
         """Does nothing: the service has the parameters."""
 
     def close(self) -> None:
-        """Ends the session. May be called twice, and by any thread; wakes a blocked call."""
+        """Ends the session; the environment stays as it is. May be called twice."""
         self._closed = True
         self._actor.disconnect()
 
@@ -187,11 +187,9 @@ class PolicyActor(core.Actor):
 
     def _send(self) -> None:
         """Sends what is in the seat; keeps the answer, which means nothing to a LAST step."""
-        answered = self._actor.step(stop=lambda: self._closed)
         if self._closed:
-            self._actor.disconnect()  # A session that was opened while `close` was under way.
-        if not answered:
             raise RuntimeError(f"{self._name}: the actor is closed")
+        self._actor.step()
         self._unsent = False
         if self._seat.time_steps.step_type[0] != int(dm_env.StepType.LAST):
             # A copy, since answers may be read-only and environments may write to theirs.
