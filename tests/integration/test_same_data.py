@@ -1,6 +1,7 @@
 """Every graph makes the same data of the same environments, while nothing is learned."""
 
 import collections
+import signal
 
 import numpy as np
 import pytest
@@ -24,20 +25,36 @@ def unrolls_of(folder, graph, sizes):
         f"--agent_option=folder={batches}",
         "--num_actors=2",
         "--envs_per_actor=2",
-        "--num_steps=1600",
+        "--num_steps=1000000000",
         "--seed=3",
         f"--inference_batch_sizes={sizes}",
         module=f"programs.{graph}",
     ) as run:
-        assert run.wait(running.START) == 0, run.text()
-    found = collections.defaultdict(list)
-    for path in sorted(batches.iterdir()):
-        with np.load(path) as batch:
-            for row, environment in enumerate(batch["inputs/environment_id"][:, 0]):
-                found[int(environment)].append({name: batch[name][row] for name in batch.files})
+        found = collections.defaultdict(list)
+        read = 0
+
+        def enough():
+            # The actors share the steps as the machine lets them, so the run has no length.
+            nonlocal read
+            assert run.process.poll() is None, run.text()
+            # The newest may still be being written.
+            for path in sorted(batches.iterdir())[read:-1]:
+                add(path, found)
+                read += 1
+            return len(found) == 4 and min(map(len, found.values())) >= _UNROLLS
+
+        running.wait_until(enough, running.START, f"{_UNROLLS} unrolls of each; {run.text()}")
+        run.signal(signal.SIGTERM)
+        assert run.wait(running.END) == 128 + signal.SIGTERM, run.text()
     assert sorted(found) == [0, 1, 2, 3]
-    assert min(map(len, found.values())) >= _UNROLLS
     return found
+
+
+def add(path, found):
+    """Adds the unrolls of a batch to those of their environments."""
+    with np.load(path) as batch:
+        for row, environment in enumerate(batch["inputs/environment_id"][:, 0]):
+            found[int(environment)].append({name: batch[name][row] for name in batch.files})
 
 
 def differences(ours, theirs):
