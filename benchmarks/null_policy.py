@@ -115,11 +115,25 @@ class _NullSession:
     def __init__(self, batcher: batcher_lib.RequestBatcher, rows: int) -> None:
         self._batcher = batcher
         self._header = np.zeros((rows, _HEADER_COLUMNS), np.int32)
+        self._request: batcher_lib.Request | None = None
 
     def step(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> types.Nested:
         """See `service.Session.step`."""
+        self.send(time_steps, timeout)
+        return self.receive(timeout)
+
+    def send(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> None:
+        """See `service.Session.send`."""
         try:
-            return self._batcher.submit((time_steps, self._header), timeout=timeout).result(timeout)
+            self._request = self._batcher.submit((time_steps, self._header), timeout=timeout)
+        except batcher_lib.BatcherClosed:
+            raise service.Unavailable("the null policy is closed") from None
+
+    def receive(self, timeout: float | None = None) -> types.Nested:
+        """See `service.Session.receive`."""
+        assert self._request is not None
+        try:
+            return self._request.result(timeout)
         except batcher_lib.BatcherClosed:
             raise service.Unavailable("the null policy is closed") from None
 

@@ -39,6 +39,12 @@ flags.DEFINE_string("agent", "vtrace", "Agent: vtrace, or <module>:<function>.")
 flags.DEFINE_multi_string("agent_option", [], "A setting of the agent, as name=value; repeat.")
 flags.DEFINE_integer("num_actors", None, "Actor processes. Default: by environment.", 1)
 flags.DEFINE_integer("envs_per_actor", None, "Environments per actor. Default: by environment.", 1)
+flags.DEFINE_integer(
+    "pipeline",
+    1,
+    "Groups of an actor's environments; one steps while the others wait for their actions.",
+    1,
+)
 flags.DEFINE_integer("num_evaluators", 0, "Evaluator processes, with greedy actions.", 0)
 flags.DEFINE_integer("evaluation_episodes", 10, "Episodes in a round of evaluation.", 1)
 flags.DEFINE_float("evaluation_period", 30.0, "Seconds from one round to the next.", 0.0)
@@ -85,6 +91,7 @@ class Experiment:
       directory: the run's files.
       num_actors: actor processes.
       envs_per_actor: environments in each.
+      pipeline: groups that each actor's environments step in; see `ActorConfig`.
       num_evaluators: evaluator processes.
       evaluation_episodes: see `EvaluatorConfig`.
       evaluation_period: see `EvaluatorConfig`.
@@ -111,6 +118,7 @@ class Experiment:
     num_actors: int
     envs_per_actor: int
     num_steps: int
+    pipeline: int = 1
     num_evaluators: int = 0
     evaluation_episodes: int = 10
     evaluation_period: float = 30.0
@@ -185,15 +193,16 @@ class Experiment:
         """
         actors = self.num_actors if actors is None else actors
         environments_served = actors * self.envs_per_actor + self.num_evaluators
-        sizes = batcher.padded_sizes(self.envs_per_actor, actors)
+        group = -(-self.envs_per_actor // self.pipeline)
+        sizes = batcher.padded_sizes(group, actors * self.pipeline)
         if self.inference_batch_sizes is not None:
             sizes = tuple(self.inference_batch_sizes)
         # Checked here, since the server does so when it is made, in another process.
         batcher.BatcherConfig(sizes, self.minimum_batch_size, self.batch_timeout)
-        if sizes[-1] < self.envs_per_actor:
+        if sizes[-1] < group:
             raise ValueError(
-                f"inference_batch_sizes must have one of at least envs_per_actor "
-                f"({self.envs_per_actor}), got {','.join(map(str, sizes))}"
+                f"inference_batch_sizes must have one of at least {group}, the environments of an "
+                f"actor that step together, got {','.join(map(str, sizes))}"
             )
         return nodes.Inference(
             self.agent,
@@ -221,7 +230,9 @@ class Experiment:
             range(first, first + self.envs_per_actor),
             self.directory,
             actor_lib.ActorConfig(
-                environment_timeout=self.environment_timeout, run_token=self.run_token
+                environment_timeout=self.environment_timeout,
+                run_token=self.run_token,
+                pipeline=self.pipeline,
             ),
             name=f"actor {index}",
             seed=self.seed,
@@ -275,13 +286,20 @@ def from_flags(program: str) -> Experiment:
     def choose(flag: int | None, default: int) -> int:
         return default if flag is None else flag
 
+    envs_per_actor = choose(FLAGS.envs_per_actor, preset.envs_per_actor)
+    if FLAGS.pipeline > envs_per_actor:
+        raise ValueError(
+            f"pipeline must be at most the {envs_per_actor} environments of an actor, got "
+            f"{FLAGS.pipeline}"
+        )
     return Experiment(
         program=program,
         environment=environment,
         agent=agent,
         directory=run_directory.RunDirectory(FLAGS.logdir or "nowhere"),
         num_actors=choose(FLAGS.num_actors, preset.num_actors),
-        envs_per_actor=choose(FLAGS.envs_per_actor, preset.envs_per_actor),
+        envs_per_actor=envs_per_actor,
+        pipeline=FLAGS.pipeline,
         num_steps=choose(FLAGS.num_steps, preset.num_steps),
         num_evaluators=FLAGS.num_evaluators,
         evaluation_episodes=FLAGS.evaluation_episodes,

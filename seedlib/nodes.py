@@ -311,7 +311,7 @@ class LockStep(Colocation):
                 _CURRENT.process = node.placement.process
                 workers.append(node._construct_instance())
             queue, learner, inference, *actors = workers
-            queue.component.act_with([actor.actor for actor in actors])
+            queue.component.act_with([each for actor in actors for each in actor.actors])
             inference.component.start()
             learner.run(stop.is_set)
             # The launcher's signal to stop must not meet an interpreter that is half gone.
@@ -712,23 +712,25 @@ class _ActorWorker:
         self._name = name
         self._config = config
         self._directory = directory
-        self._environments = actor_lib.SerialEnvironments(
-            environment,
-            environment_ids,
-            seed=seed,
-            evaluate=config.evaluate,
-            max_failures=config.max_failures,
-            failure_window=config.failure_window,
-            incarnation=int(os.environ.get(RESTARTS_VARIABLE, "0")),
-        )
         policy = (
             policies[0]
             if len(policies) == 1
             else policy_pool.PolicyPool(policies, index, patience=_POOL_PATIENCE)
         )
-        self.actor = actor_lib.EnvironmentActor(
-            self._environments, policy, environment_ids, name, config
-        )
+        self._environments = []
+        self.actors = []
+        for ids in _groups(environment_ids, config.pipeline):
+            environments = actor_lib.SerialEnvironments(
+                environment,
+                ids,
+                seed=seed,
+                evaluate=config.evaluate,
+                max_failures=config.max_failures,
+                failure_window=config.failure_window,
+                incarnation=int(os.environ.get(RESTARTS_VARIABLE, "0")),
+            )
+            self._environments.append(environments)
+            self.actors.append(actor_lib.EnvironmentActor(environments, policy, ids, name, config))
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Steps until stopped."""
@@ -737,15 +739,15 @@ class _ActorWorker:
         watch.start()
         try:
             with _leave_quietly(stop):
-                self.actor.run(stop)
+                actor_lib.run_in_turns(self.actors, stop)
         finally:
             ended.set()
             watch.join()
 
     def end(self) -> None:
-        """Frees session and environments, of an actor that was stepped by others."""
-        self.actor.disconnect()
-        self._environments.close()
+        """Frees sessions and environments, of actors that were stepped by others."""
+        for actor in self.actors:
+            actor.close()
 
     def _watch(self, ended: threading.Event) -> None:
         """Ends the process where an environment hangs; the launcher then starts it again.
@@ -755,7 +757,7 @@ class _ActorWorker:
         """
         timeout = self._config.environment_timeout
         while not ended.wait(min(1.0, timeout / 4)):
-            stuck = self._environments.stuck(timeout)
+            stuck = next(filter(None, (e.stuck(timeout) for e in self._environments)), None)
             if stuck is None:
                 continue
             error = TimeoutError(f"{self._name}: {stuck}")
@@ -765,6 +767,15 @@ class _ActorWorker:
             faulthandler.dump_traceback()
             self._directory.record_failure(self._name, error)
             os._exit(1)
+
+
+def _groups(environment_ids: Sequence[int], count: int) -> Iterator[Sequence[int]]:
+    """Yields environments in `count` groups, in order and as equal as can be."""
+    start = 0
+    for group in range(1, count + 1):
+        end = len(environment_ids) * group // count
+        yield environment_ids[start:end]
+        start = end
 
 
 @contextlib.contextmanager

@@ -76,6 +76,8 @@ class ActorConfig:
         or reset is taken to hang; the actor's process then ends, since nothing can end a call.
       run_token: what the service asks for.
       evaluate: whether the environments only evaluate.
+      pipeline: groups of environments that take turns: one steps while the others wait for their
+        actions; see `run_in_turns`.
     """
 
     max_failures: int = 5
@@ -85,6 +87,7 @@ class ActorConfig:
     environment_timeout: float = 300.0
     run_token: str = ""
     evaluate: bool = False
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         """Refuses settings that cannot be.
@@ -94,6 +97,8 @@ class ActorConfig:
         """
         if self.max_failures < 0:
             raise ValueError(f"max_failures must not be negative, got {self.max_failures}")
+        if self.pipeline < 1:
+            raise ValueError(f"pipeline must be at least 1, got {self.pipeline}")
         for field in ("failure_window", "connect_timeout", "step_timeout", "environment_timeout"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")
@@ -394,6 +399,7 @@ class EnvironmentActor:
         self._actor_id = actor_id
         self._config = config or ActorConfig()
         self._session: service.Session | None = None
+        self._sent = False  # Whether the session has the newest time steps.
         self._time_steps: dm_env.TimeStep | None = None
         self.reconnections = -1
 
@@ -429,7 +435,10 @@ class EnvironmentActor:
                 if self._session is None:
                     left = patience if deadline is None else deadline - time.monotonic()
                     self._session = self._open(min(max(0.1, left), _OPEN_TIMEOUT))
-                actions = self._session.step(self._time_steps, self._config.step_timeout)
+                if not self._sent:
+                    self._session.send(self._time_steps, self._config.step_timeout)
+                actions = self._session.receive(self._config.step_timeout)
+                self._sent = False
                 break
             except (service.Unavailable, service.Fenced) as error:
                 self.disconnect()
@@ -448,6 +457,23 @@ class EnvironmentActor:
             return False
         self._time_steps = self._environment.step(actions)
         return True
+
+    def send(self) -> None:
+        """Sends the newest time steps, so that the next `step` only waits for the rest.
+
+        A service that went away is left to `step`, as is the first session.
+
+        Raises:
+          service.Refused: the service does not want these environments.
+          service.Fenced: others have taken them over.
+        """
+        if self._session is None or self._sent:
+            return
+        try:
+            self._session.send(self._time_steps, self._config.step_timeout)
+            self._sent = True
+        except service.Unavailable:
+            self.disconnect()
 
     def _open(self, timeout: float) -> service.Session:
         spec = self._environment.spec
@@ -469,14 +495,40 @@ class EnvironmentActor:
     def disconnect(self) -> None:
         """Closes the session, if there is one; the environments stay as they are."""
         session, self._session = self._session, None
+        self._sent = False
         if session is not None:
             session.close()
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Steps until `stop()`; then closes session and environments. Raises as `step` does."""
-        try:
-            while not stop() and self.step(stop):
-                pass
-        finally:
-            self.disconnect()
-            self._environment.close()
+        run_in_turns([self], stop)
+
+    def close(self) -> None:
+        """Closes session and environments."""
+        self.disconnect()
+        self._environment.close()
+
+
+def run_in_turns(
+    actors: Sequence[EnvironmentActor], stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Steps actors in turns until `stop()`; then closes them. Raises as `EnvironmentActor.step`.
+
+    What an actor has to ask is sent before the next one's turn, so that its answer is on the way
+    while the others' environments are stepped: transport and inference are hidden behind them. All
+    in the calling thread.
+
+    Args:
+      actors: at least one, with different environments.
+      stop: asked before every step.
+    """
+    try:
+        while not stop():
+            for actor in actors:
+                if not actor.step(stop):
+                    return
+                if len(actors) > 1:
+                    actor.send()
+    finally:
+        for actor in actors:
+            actor.close()

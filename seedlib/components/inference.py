@@ -10,13 +10,14 @@ Each inference device is a lane of its own: a batcher, the state of its environm
 that dispatches batches and one that collects results, so that a batch runs while the next fills.
 """
 
+import contextlib
 import dataclasses
 import math
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import dm_env
@@ -276,8 +277,10 @@ class InferenceServer:
     def _forget(self, session: "_Session", reason: service.PolicyServiceError) -> None:
         """Ends a session; holds the lock."""
         if session.end(reason):
-            for i in session.environment_ids:
+            for i, incarnation in zip(session.environment_ids, session.incarnations, strict=True):
                 self._sessions.pop(i, None)
+                if not session.started:  # As when nobody waited for the answer to its hello.
+                    self._incarnations[i] = incarnation
             session.lane.free_slots.extend(session.slots)
 
     def close_session(self, session: "_Session") -> None:
@@ -342,10 +345,13 @@ class _Session:
         self.environment_ids = hello.environment_ids
         self.lane = lane
         self.slots = slots
+        self.incarnations = incarnations
         self.alive = True
+        self.started = False  # Whether there was a request.
         self._server = server
         self._reason: service.PolicyServiceError | None = None
         self._pending: batcher_lib.Request | None = None
+        self._unanswered = False
         self._index = 0
         self._evaluate = _EVALUATE if hello.evaluate else 0
         self._timeout = lane.config.step_timeout
@@ -367,39 +373,58 @@ class _Session:
 
     def step(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> types.Nested:
         """See `service.Session.step`."""
-        if self._reason is not None:
-            raise self._reason
-        timeout = self._timeout if timeout is None else timeout
+        self.send(time_steps, timeout)
+        return self.receive(timeout)
+
+    def send(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> None:
+        """See `service.Session.send`."""
+        if self._unanswered:
+            raise service.Unavailable("the session waits for an answer already")
+        self.started = True
         self._header[:, _STEP : _STEP + 2] = _halves(self._index)
-        try:
-            request = self._submit(time_steps, timeout)
+        with self._until(self._timeout if timeout is None else timeout) as seconds:
+            self._pending = self._submit(time_steps, seconds)
+            self._unanswered = True
+            if self._reason is not None:  # Ended while the request was on its way.
+                self._pending.cancel(self._reason)
+
+    def receive(self, timeout: float | None = None) -> types.Nested:
+        """See `service.Session.receive`."""
+        with self._until(self._timeout if timeout is None else timeout) as seconds:
+            if self._pending is None or not self._unanswered:
+                raise service.Unavailable("the session waits for no answer")
             if self.lane.config.inline:
                 self.lane.turn()
-            actions = request.result(timeout)
+            actions = self._pending.result(seconds)
+        self._unanswered = False
+        self._index += 1
+        self._header[:, _FLAGS] = self._evaluate
+        return actions
+
+    @contextlib.contextmanager
+    def _until(self, timeout: float) -> Iterator[float]:
+        """Gives the batcher's errors the names of the service's."""
+        if self._reason is not None:
+            raise self._reason
+        try:
+            yield timeout
         except (batcher_lib.BatcherClosed, batcher_lib.RequestCancelled):
             raise self._reason or service.Unavailable("the inference server is stopped") from None
         except batcher_lib.RequestTimeout as error:
             # The answer may still come, to nobody; the session's order is lost, so it ends.
             self.close()
             raise service.Unavailable(f"{self.name}: {error}") from None
-        self._index += 1
-        self._header[:, _FLAGS] = self._evaluate
-        return actions
 
     def _submit(self, time_steps: dm_env.TimeStep, timeout: float) -> batcher_lib.Request:
         """Puts a request on its way; a bad one ends the session."""
         try:
             self._check(time_steps)
-            request = self.lane.batcher.submit(
+            return self.lane.batcher.submit(
                 (time_steps, self._header), self, timeout, lambda: self._reason is not None
             )
         except ValueError as error:
             self.close()
             raise service.Refused(f"{self.name}: {error}") from None
-        self._pending = request
-        if self._reason is not None:  # Ended while the request was on its way.
-            request.cancel(self._reason)
-        return request
 
     def _check(self, time_steps: dm_env.TimeStep) -> None:
         """Keeps values out that would poison a whole batch or its training.

@@ -638,6 +638,65 @@ def test_a_run_ends_when_told_to_and_leaves_nothing_open():
         assert inference_server.statistics().sessions == 0
 
 
+def test_actors_in_turns_are_served_while_others_are_stepped():
+    spec, sink = harness.NUMBERED_SPEC, harness.Recorder()
+    with harness.serving(counting(spec, 4), spec, sink) as inference_server:
+
+        class Waiting(harness.Numbered):
+            """Comes back from step k when k + 1 steps of the other environment are served."""
+
+            taken = 0
+
+            def step(self, action):
+                self.taken += 1
+                served = lambda: inference_server.statistics().rows
+                harness.wait_until(lambda: served() > 2 * self.taken)
+                return super().step(action)
+
+        environments_ = [harness.Numbered(1000), Waiting(1000)]
+        actors = [
+            make_actor(lambda seed, e=e: e, inference_server, (index,))
+            for index, e in enumerate(environments_)
+        ]
+        asked = iter(range(60))  # Three times in each round.
+        actor_lib.run_in_turns(actors, lambda: next(asked, None) is None)
+        assert inference_server.statistics().sessions == 0
+    assert [environment.closed for environment in environments_] == [1, 1]
+    for index in range(2):
+        unrolls = sink.of(index)
+        assert [u.inputs.observation[:, 2].tolist() for u in unrolls[:2]] == [
+            [0, 1, 2, 3, 4],
+            [4, 5, 6, 7, 8],
+        ]
+        # The actions that an environment took are those that are stored for its steps.
+        stored = np.concatenate([u.action[:-1] for u in unrolls])
+        assert stored.tolist() == list(map(int, environments_[index].actions[: len(stored)]))
+
+
+def test_an_actor_that_sent_ahead_finds_a_service_that_comes_back(tmp_path):
+    spec, address = harness.NUMBERED_SPEC, f"unix:{tmp_path}/policy"
+    sink = harness.Recorder()
+    with client.RemotePolicyService(address) as policy:
+        environment_actor = make_actor(
+            lambda seed: harness.Numbered(1000), policy, connect_timeout=harness.PATIENCE
+        )
+        serving, config = serve(spec, harness.Recorder(), address)
+        with serving as inference_server, server.PolicyServer(inference_server, config):
+            for _ in range(10):
+                assert environment_actor.step()
+                environment_actor.send()
+        # Its answer is lost, or came and was not taken; the environment keeps its step.
+        serving, config = serve(spec, sink, address)
+        with serving as inference_server, server.PolicyServer(inference_server, config):
+            for _ in range(10):
+                assert environment_actor.step()
+                environment_actor.send()
+            environment_actor.close()
+    first = sink.unrolls()[0].inputs.observation[:, 2].tolist()
+    # Step 10 was sent to the first server; whether its answer was taken decides who sees 11 first.
+    assert first in ([10, 11, 12, 13, 14], [11, 12, 13, 14, 15])
+
+
 def test_real_environments_of_one_actor_are_whole_episodes_at_the_server():
     catch = environments.load("catch", rows=6)
     spec = specs.make_environment_spec(catch(seed=0))
@@ -661,6 +720,7 @@ def test_real_environments_of_one_actor_are_whole_episodes_at_the_server():
         ({"failure_window": 0.0}, "failure_window must be positive, got 0"),
         ({"connect_timeout": -1.0}, "connect_timeout must be positive"),
         ({"step_timeout": 0.0}, "step_timeout must be positive"),
+        ({"pipeline": 0}, "pipeline must be at least 1, got 0"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(config, message):

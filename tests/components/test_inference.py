@@ -206,6 +206,21 @@ def test_streams_differ_between_environments_incarnations_and_seeds():
     assert len({trace.tobytes() for trace in traces}) == 8
 
 
+def test_a_session_that_asked_for_nothing_leaves_the_streams_as_they_were():
+    agent = counting(num_values=1 << 20)
+
+    def trace(openings):
+        with harness.serving(agent, NUMBER) as inference_server:
+            for opening in openings:
+                opened = inference_server.open(harness.hello(NUMBER, [0, 1]))
+                if opening == "closed":
+                    opened.close()  # The others are replaced by the next one.
+            session = inference_server.open(harness.hello(NUMBER, [0, 1]))
+            return play(session, Walk(2, seed=0), 10).tolist()
+
+    assert trace(["closed", "replaced", "replaced"]) == trace([])
+
+
 # Actors that die.
 
 

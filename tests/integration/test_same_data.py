@@ -8,13 +8,20 @@ import pytest
 
 from tests.integration import running
 
-GRAPHS = ("seed", "impala", "inference_pool", "lockstep")
+GRAPHS = {
+    "seed": ("seed",),
+    "impala": ("impala",),
+    "inference_pool": ("inference_pool",),
+    "lockstep": ("lockstep",),
+    "seed, in turns": ("seed", "--pipeline=2"),
+}
 _UNROLLS = 20
 """Of each environment, that are compared: 200 steps, more than twenty episodes of catch."""
 
 
 def unrolls_of(folder, graph, sizes):
     """Runs a graph; returns the unrolls of each environment in order, as dicts of leaves."""
+    program, *more = GRAPHS[graph]
     batches = folder / graph / "batches"
     batches.mkdir(parents=True)
     with running.started(
@@ -28,7 +35,8 @@ def unrolls_of(folder, graph, sizes):
         "--num_steps=1000000000",
         "--seed=3",
         f"--inference_batch_sizes={sizes}",
-        module=f"programs.{graph}",
+        *more,
+        module=f"programs.{program}",
     ) as run:
         found = collections.defaultdict(list)
         read = 0
@@ -73,7 +81,7 @@ def of_one_size(tmp_path_factory):
     return {graph: unrolls_of(folder, graph, "4") for graph in GRAPHS}
 
 
-@pytest.mark.parametrize("graph", GRAPHS[1:])
+@pytest.mark.parametrize("graph", list(GRAPHS)[1:])
 def test_with_one_batch_size_a_graph_makes_the_same_bytes(of_one_size, graph):
     seed = of_one_size["seed"]
     names = set(seed[0][0])

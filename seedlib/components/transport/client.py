@@ -1,7 +1,9 @@
 """The client: a `PolicyService` whose inference happens at the other end of a gRPC stream."""
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import dm_env
@@ -192,8 +194,9 @@ class RemoteSession:
         self._rows = rows
         self._config = config
         self._on_close = on_close
-        # Held while the stream is in use: by a step, or by `close` when no step is under way.
+        # Held while the stream is in use: by whoever sends or waits, or else by `close`.
         self._in_use = threading.Lock()
+        self._unanswered = False
         self._closed = False
 
     def shake_hands(self, first: bytes, timeout: float) -> None:
@@ -204,7 +207,8 @@ class RemoteSession:
           service.Unavailable: where the server does not answer within `timeout` seconds.
         """
         with self._in_use:
-            reply = self._exchange(first, timeout, opening=True)
+            self._exchange.send(first)
+            reply = self._exchange.receive(timeout, opening=True)
             try:
                 messages.check_answer(reply, self._request, self._answer, self._rows)
             except wire.WireError as error:
@@ -216,21 +220,49 @@ class RemoteSession:
         The arrays of `time_steps` are copied once, straight into the message. Any error ends the
         session.
         """
+        with self._use():
+            self._send(time_steps)
+            return self._receive(timeout)
+
+    def send(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> None:
+        """Sends time steps on their way. See `service.Session.send`; nothing is waited for."""
+        del timeout
+        with self._use():
+            self._send(time_steps)
+
+    def receive(self, timeout: float | None = None) -> types.Nested:
+        """Waits for the actions. See `service.Session.receive`."""
+        with self._use():
+            return self._receive(timeout)
+
+    def _send(self, time_steps: dm_env.TimeStep) -> None:
+        if self._unanswered:
+            raise service.Unavailable("the session waits for an answer already")
+        message = self._request.pack(time_steps)
+        if len(message) != self._request.nbytes(self._rows):
+            rows = len(time_steps.step_type)
+            raise wire.WireError(f"expected rows of {self._rows} environments, got {rows}")
+        self._exchange.send(message)
+        self._unanswered = True
+
+    def _receive(self, timeout: float | None) -> types.Nested:
+        if not self._unanswered:
+            raise service.Unavailable("the session waits for no answer")
+        reply = self._exchange.receive(self._config.step_timeout if timeout is None else timeout)
+        self._unanswered = False
+        return self._answer.unpack(reply, self._rows)
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keeps the stream to this thread; any error ends the session."""
         if not self._in_use.acquire(blocking=False):
             raise service.Unavailable("the session is in use by another thread")
         ok = False
         try:
             if self._closed:
                 raise service.Unavailable("the session is closed")
-            message = self._request.pack(time_steps)
-            if len(message) != self._request.nbytes(self._rows):
-                rows = len(time_steps.step_type)
-                raise wire.WireError(f"expected rows of {self._rows} environments, got {rows}")
-            timeout = self._config.step_timeout if timeout is None else timeout
-            reply = self._exchange(message, timeout)
-            actions = self._answer.unpack(reply, self._rows)
+            yield
             ok = True
-            return actions
         except wire.WireError as error:
             raise service.Refused(str(error)) from error
         finally:
@@ -243,7 +275,7 @@ class RemoteSession:
         """Ends the session. See `service.Session.close`.
 
         Returns when the server has freed the rows, or after `close_timeout`. While another thread
-        is in `step`, that one is woken with `service.Unavailable` and does the waiting.
+        waits for an answer, that one is woken with `service.Unavailable` and does the waiting.
         """
         self._closed = True
         if not self._in_use.acquire(blocking=False):
@@ -257,7 +289,7 @@ class RemoteSession:
 
 
 class _TimedExchange:
-    """A stream whose exchanges end by a deadline, and whose end is an error of `service`."""
+    """A stream on which waiting ends by a deadline, and whose end is an error of `service`."""
 
     def __init__(self, stream: streams.Stream, watch: deadlines.Deadlines, address: str):
         self._stream = stream
@@ -266,10 +298,13 @@ class _TimedExchange:
         self._finished = False
         self._deadline = watch.add(self._expire)
 
-    def __call__(self, message: bytes, timeout: float, opening: bool = False) -> bytes:
+    def send(self, message: bytes) -> None:
+        self._stream.send(message)
+
+    def receive(self, timeout: float, opening: bool = False) -> bytes:
         self._deadline.set(timeout)
         try:
-            return self._stream.exchange(message)
+            return self._stream.receive()
         except streams.StreamEnded as ended:
             raise self._translate(ended, timeout, opening) from None
         finally:

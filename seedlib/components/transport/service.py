@@ -55,7 +55,31 @@ class Hello:
 
 
 class Session(Protocol):
-    """The rows of one actor, in lock-step: a time step of each environment in, an action out."""
+    """The rows of one actor, in lock-step: a time step of each environment in, an action out.
+
+    `step` is `send` followed by `receive`; an actor that has something else to do meanwhile calls
+    the two apart, in turns.
+    """
+
+    def send(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> None:
+        """Sends one time step of each environment on its way; `receive` returns the actions.
+
+        Args:
+          time_steps: see `step`. Not kept after the return.
+          timeout: seconds that the service may take to have room for it; see `step`.
+
+        Raises:
+          PolicyServiceError: as `step` does.
+        """
+        ...
+
+    def receive(self, timeout: float | None = None) -> types.Nested:
+        """Waits for the actions of what was sent, and returns them as `step` does.
+
+        Raises:
+          PolicyServiceError: as `step` does.
+        """
+        ...
 
     def step(self, time_steps: dm_env.TimeStep, timeout: float | None = None) -> types.Nested:
         """Answers one time step of each environment.
@@ -77,7 +101,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the session, wakes a blocked `step`, and frees the rows at the service.
+        """Ends the session, wakes whoever waits for it, and frees the rows at the service.
 
         May be called twice, and by any thread.
         """

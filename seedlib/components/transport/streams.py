@@ -33,8 +33,15 @@ class StreamEnded(Exception):
 class Stream(Protocol):
     """What a session needs of a stream. One thread at a time, but `cancel` comes from any."""
 
-    def exchange(self, message: bytes) -> bytes:
-        """Sends a message and returns the answer.
+    def send(self, message: bytes) -> None:
+        """Sends a message, once the last one was answered. Waits for nothing.
+
+        Where the stream has ended, the next `receive` says so.
+        """
+        ...
+
+    def receive(self) -> bytes:
+        """Waits for the answer to the message that was sent.
 
         Raises:
           StreamEnded: where the stream ended or was cancelled instead.
@@ -42,7 +49,7 @@ class Stream(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Ends the stream at once and wakes `exchange`. Does not block."""
+        """Ends the stream at once and wakes `receive`. Does not block."""
         ...
 
     def finish(self) -> None:
@@ -85,9 +92,12 @@ class QueueStream:
         # grpcio takes the next request from a thread that only a None releases.
         self._call.add_done_callback(lambda _: self._requests.put(None))
 
-    def exchange(self, message: bytes) -> bytes:
-        """Sends a message and returns the answer. See `Stream`."""
+    def send(self, message: bytes) -> None:
+        """Sends a message. See `Stream`."""
         self._requests.put(message)
+
+    def receive(self) -> bytes:
+        """Waits for the answer. See `Stream`."""
         try:
             return next(self._call)
         except StopIteration:
@@ -147,17 +157,20 @@ class DirectStream:
         self._due = {_OPENED, _METADATA, _STATUS}
         self._status = StreamEnded(grpc.StatusCode.UNKNOWN, "the stream has no status yet")
 
-    def exchange(self, message: bytes) -> bytes:
-        """Sends a message and returns the answer. See `Stream`."""
+    def send(self, message: bytes) -> None:
+        """Sends a message. See `Stream`."""
         batch = (self._send(message, 0), self._receive_batch(0))
         if _STATUS in self._due and self._call.operate(batch, _MESSAGE):
             self._due.add(_MESSAGE)
-            while _MESSAGE in self._due:
-                event = self._next_event()
-                if event.tag is _MESSAGE:
-                    answer = event.batch_operations[1].message()
-                    if answer is not None:
-                        return answer
+
+    def receive(self) -> bytes:
+        """Waits for the answer. See `Stream`."""
+        while _MESSAGE in self._due:
+            event = self._next_event()
+            if event.tag is _MESSAGE:
+                answer = event.batch_operations[1].message()
+                if answer is not None:
+                    return answer
         self._drain()
         raise self._status
 

@@ -31,6 +31,60 @@ def test_actions_are_the_ones_of_the_service(direct):
         session.close()
 
 
+def test_sending_and_receiving_apart_is_a_step(direct):
+    with fakes.serving(fakes.FakeService(), direct) as (_, remote):
+        sessions = [remote.open(fakes.make_hello((index,))) for index in range(3)]
+        for seed in range(20):
+            steps = [fakes.make_time_steps(1, seed=3 * seed + index) for index in range(3)]
+            for session, sent in zip(sessions, steps, strict=True):
+                session.send(sent)
+            for session, sent in zip(sessions, steps, strict=True):
+                result, expected = session.receive(), fakes.act(sent)
+                tree.map_structure(np.testing.assert_array_equal, result, expected)
+
+
+def test_what_is_sent_is_copied_before_send_returns(direct):
+    with fakes.serving(fakes.FakeService(), direct) as (_, remote):
+        session = remote.open(fakes.make_hello())
+        steps = fakes.make_time_steps()
+        expected = tree.map_structure(np.copy, fakes.act(steps))
+        session.send(steps)
+        tree.map_structure(lambda leaf: leaf.fill(0), steps)
+        tree.map_structure(np.testing.assert_array_equal, session.receive(), expected)
+
+
+def test_a_session_has_one_answer_under_way(direct):
+    with fakes.serving(fakes.FakeService(), direct) as (_, remote):
+        session = remote.open(fakes.make_hello())
+        with pytest.raises(service.Unavailable, match="waits for no answer"):
+            session.receive()
+        session = remote.open(fakes.make_hello())
+        session.send(fakes.make_time_steps())
+        with pytest.raises(service.Unavailable, match="waits for an answer already"):
+            session.send(fakes.make_time_steps())
+
+
+def test_a_session_may_be_closed_before_its_answer_is_received(direct):
+    policy_service = fakes.FakeService()
+    with fakes.serving(policy_service, direct) as (_, remote):
+        session = remote.open(fakes.make_hello())
+        session.send(fakes.make_time_steps())
+        session.close()
+        assert policy_service.sessions[0].closed.wait(fakes.PATIENCE)
+        with pytest.raises(service.Unavailable, match="closed"):
+            session.receive()
+
+
+def test_an_answer_to_what_was_sent_has_a_deadline(direct):
+    policy_service = fakes.FakeService()
+    policy_service._answer = policy_service.block
+    with fakes.serving(policy_service, direct) as (_, remote):
+        session = remote.open(fakes.make_hello())
+        session.send(fakes.make_time_steps())
+        with pytest.raises(service.Unavailable, match=r"did not answer within 0\.1 s"):
+            session.receive(0.1)
+
+
 def test_the_service_sees_the_hello_and_the_steps_as_they_are():
     seen = []
 
