@@ -6,7 +6,6 @@ episodes are cut there; so it has to choose every action.
 """
 
 import dataclasses
-from typing import Any
 
 import dm_env
 import numpy as np
@@ -169,18 +168,21 @@ class PolicyActor(core.Actor):
 
     def _take(self, time_step: dm_env.TimeStep) -> None:
         """Puts a time step into the seat; sends it where no action will be asked for."""
+        reward, discount = time_step.reward, time_step.discount
         values = tree.flatten(
             time_step._replace(
-                reward=_scalar(time_step.reward, absent=0.0),
-                discount=_scalar(time_step.discount, absent=1.0),
+                reward=0.0 if reward is None else actor_lib.scalar("reward", reward),
+                discount=1.0 if discount is None else actor_lib.scalar("discount", discount),
             )
         )
         if len(values) != len(self._leaves):
             raise specs.SpecError(
                 f"observation: expected {len(self._leaves) - 3} arrays, got {len(values) - 3}"
             )
-        for (path, array), value in zip(self._leaves, values, strict=True):
-            _put(path, array, value)
+        for (path, array), leaf in zip(self._leaves, values, strict=True):
+            value = np.asarray(leaf)
+            actor_lib.check_leaf(path, array.shape, array.dtype, value)
+            array[...] = value
         self._unsent, self._action = True, None
         if time_step.last():
             self._send()
@@ -198,24 +200,3 @@ class PolicyActor(core.Actor):
                 self._action_spec,
                 self._seat.actions,
             )
-
-
-def _scalar(value: Any, absent: float) -> np.ndarray:
-    """Returns a reward or discount, which may be None or have the shape `(1,)`, without a shape."""
-    array = np.asarray(absent if value is None else value)
-    return array.reshape(()) if array.shape == (1,) else array
-
-
-def _put(path: str, array: np.ndarray, value: Any) -> None:
-    """Copies a value; refuses what an assignment would broadcast, cut or parse in silence.
-
-    Raises:
-      SpecError: naming the leaf.
-    """
-    value = np.asarray(value)
-    kinds = "biuf" if array.dtype.kind == "f" else "biu"
-    if value.shape != array.shape or value.dtype.kind not in kinds:
-        raise specs.SpecError(
-            f"{path}: expected {array.dtype} {array.shape}, got {value.dtype} {value.shape}"
-        )
-    array[...] = value

@@ -272,11 +272,11 @@ class SerialEnvironments:
         step_types, rewards, discounts, observations = zip(*steps, strict=True)
         target.step_type[:] = step_types
         target.reward[:] = [
-            value if type(value) is float else 0.0 if value is None else _number("reward", value)
+            value if type(value) is float else 0.0 if value is None else scalar("reward", value)
             for value in rewards
         ]
         target.discount[:] = [
-            value if type(value) is float else 1.0 if value is None else _number("discount", value)
+            value if type(value) is float else 1.0 if value is None else scalar("discount", value)
             for value in discounts
         ]
         columns = (
@@ -285,7 +285,7 @@ class SerialEnvironments:
         for (path, shape, array), column in zip(self._leaves, columns, strict=True):
             values = [np.asarray(leaf) for leaf in column]
             for value in values:
-                _check_leaf(path, shape, array.dtype, value)
+                check_leaf(path, shape, array.dtype, value)
             # The kinds are checked, so that no cast surprises.
             if shape:
                 np.concatenate(values, out=array.reshape(-1, *shape[1:]), casting="unsafe")
@@ -297,8 +297,8 @@ class SerialEnvironments:
         step_type, reward, discount, observation = time_step
         target = self._time_steps
         target.step_type[index] = step_type
-        target.reward[index] = 0.0 if reward is None else _number("reward", reward)
-        target.discount[index] = 1.0 if discount is None else _number("discount", discount)
+        target.reward[index] = 0.0 if reward is None else scalar("reward", reward)
+        target.discount[index] = 1.0 if discount is None else scalar("discount", discount)
         leaves = (observation,) if self._single else tree.flatten(observation)
         if len(leaves) != len(self._leaves):
             raise specs.SpecError(
@@ -306,7 +306,7 @@ class SerialEnvironments:
             )
         for (path, shape, array), leaf in zip(self._leaves, leaves, strict=True):
             value = np.asarray(leaf)
-            _check_leaf(path, shape, array.dtype, value)
+            check_leaf(path, shape, array.dtype, value)
             array[index] = value
 
     def _note_failure(self, index: int, error: Exception) -> None:
@@ -334,7 +334,7 @@ class SerialEnvironments:
             close_quietly(environment, f"environment {i}")
 
 
-def _check_leaf(path: str, shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray) -> None:
+def check_leaf(path: str, shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray) -> None:
     """Refuses what an assignment would broadcast, round or parse from text, all in silence.
 
     Raises:
@@ -344,7 +344,7 @@ def _check_leaf(path: str, shape: tuple[int, ...], dtype: np.dtype, value: np.nd
         raise specs.SpecError(f"{path}: expected {dtype} {shape}, got {value.dtype} {value.shape}")
 
 
-def _number(name: str, value: Any) -> Any:
+def scalar(name: str, value: Any) -> Any:
     """Returns a reward or discount, which may have the shape `(1,)`, as one number.
 
     Raises:

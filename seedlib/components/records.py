@@ -41,11 +41,14 @@ class RecordLayout:
         """
         self.spec = spec
         self._leaves = [(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in tree.flatten(spec)]
+        self._sizes = [
+            dtype.itemsize * int(np.prod(shape, dtype=np.int64)) for shape, dtype in self._leaves
+        ]
         offset = 0
         fields: dict[str, tuple[Any, int]] = {}
         self._places: list[int | None] = []
         for number, (shape, dtype) in enumerate(self._leaves):
-            size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            size = self._sizes[number]
             if size > largest:
                 self._places.append(None)
                 continue
@@ -89,13 +92,14 @@ class RecordLayout:
         count = leaves[0].shape[0]
         parts: list[jax.Array] = []
         end = 0
-        for leaf, place, (shape, dtype) in zip(leaves, self._places, self._leaves, strict=True):
+        for leaf, place, size, (shape, dtype) in zip(
+            leaves, self._places, self._sizes, self._leaves, strict=True
+        ):
             if place is None:
                 continue
             if place > end:
                 parts.append(jnp.zeros((count, place - end), jnp.uint8))
             row = _bytes(leaf).reshape(count, -1)
-            size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             if row.shape[1] != size:
                 raise ValueError(f"expected rows of {dtype} {shape}, got {leaf.dtype} {leaf.shape}")
             parts.append(row)
