@@ -35,17 +35,19 @@ class Task:
       num_steps: agent steps of a run.
       threshold: the return that counts as learned; None for none.
       arguments: further flags.
+      program: the graph.
     """
 
     env: str
     num_steps: int
     threshold: float | None = None
     arguments: tuple[str, ...] = ()
+    program: str = "seed"
 
     def command(self, seed: int, logdir: str, num_steps: int | None = None) -> list[str]:
-        """Returns the arguments of one run, from `programs.seed` on."""
+        """Returns the arguments of one run, from the program on."""
         return [
-            "programs.seed",
+            f"programs.{self.program}",
             f"--env={self.env}",
             *self.arguments,
             f"--num_steps={num_steps or self.num_steps}",
@@ -61,6 +63,10 @@ TASKS = {
     "memory_no_lstm": Task("bsuite:memory_len/8", 500_000, 0.9, ("--agent_option=lstm_size=null",)),
     "pong": Task("atari:Pong", 6_000_000),
 }
+# The same in other graphs; `catch_impala`, for example.
+for _program in ("impala", "inference_pool"):
+    for _name in ("catch", "cartpole"):
+        TASKS[f"{_name}_{_program}"] = dataclasses.replace(TASKS[_name], program=_program)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +122,23 @@ def _seed_of(name: str) -> int:
     return int(name.removeprefix("seed-"))
 
 
-def format_table(results: Sequence[Result]) -> str:
-    """Returns the results as a Markdown table."""
-    lines = [
+def format_table(results: Sequence[Result], before: str = "") -> str:
+    """Returns the results as a Markdown table.
+
+    Args:
+      results: its rows.
+      before: a table whose rows of other runs are kept.
+    """
+    head = [
         "| task | seed | threshold | steps to threshold | final return_mean_100 | agent_steps "
         "| wall seconds | steps/s |",
         "| --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
+    rows = {}
+    for line in before.splitlines():
+        name, _, rest = line.removeprefix("| ").partition(" | ")
+        if name in TASKS:
+            rows[name, int(rest.partition(" | ")[0])] = line
     for result in results:
         task, summary = TASKS[result.task], result.summary
         threshold = "-" if task.threshold is None else f"{task.threshold:g}"
@@ -138,33 +154,60 @@ def format_table(results: Sequence[Result]) -> str:
             f"{summary['wall_seconds']:,.0f}",
             f"{summary['steps_per_second']:,.0f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows[result.task, result.seed] = f"| {' | '.join(cells)} |"
+    order = list(TASKS)
+    return "\n".join(
+        [*head, *(rows[key] for key in sorted(rows, key=lambda key: (order.index(key[0]), key[1])))]
+    )
 
 
-def fill_page(text: str, table: str) -> str:
-    """Returns the page with `table` between its markers.
+def fill_page(text: str, results: Sequence[Result]) -> str:
+    """Returns the page with the results in the table between its markers; other rows stay.
 
     Raises:
       ValueError: the page has not exactly one pair of markers.
     """
-    pattern = re.compile(f"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.DOTALL)
+    pattern = re.compile(f"({re.escape(BEGIN)}\n)(.*?)({re.escape(END)})", re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise ValueError(f"expected one {BEGIN!r} and one {END!r} after it")
-    return pattern.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
+    return pattern.sub(
+        lambda match: f"{match[1]}{format_table(results, before=match[2])}\n{match[3]}", text
+    )
+
+
+def draw(results: Sequence[Result], docs: pathlib.Path) -> None:
+    """Draws a picture of each task, and of each that ran in several graphs one with all of them."""
+    for name, task in TASKS.items():
+        alike = [result for result in results if result.task == name]
+        if alike:
+            _draw(
+                alike, docs / "images" / f"learning_{name}.png", [f"seed {r.seed}" for r in alike]
+            )
+        graphs = {f"{name}_{other.program}" for other in TASKS.values()} | {name}
+        everywhere = [result for result in results if result.task in graphs]
+        programs = [TASKS[result.task].program for result in everywhere]
+        if task.program == "seed" and len(set(programs)) > 1:
+            _draw(everywhere, docs / "images" / f"learning_{name}_graphs.png", programs)
+
+
+def _draw(results: Sequence[Result], picture: pathlib.Path, names: Sequence[str]) -> None:
+    task = TASKS[results[0].task]
+    curve.draw_curve(
+        [result.directory for result in results],
+        picture,
+        names=names,
+        threshold=task.threshold,
+        title=task.env,
+    )
+    print(f"curve: {picture}")
 
 
 def report(out: pathlib.Path, docs: pathlib.Path) -> list[Result]:
-    """Draws one picture per task and fills the table, from every finished run below `out`."""
+    """Draws pictures and fills the table, from every finished run below `out`."""
     results = find_results(out)
-    for name, task in TASKS.items():
-        folders = [result.directory for result in results if result.task == name]
-        if folders:
-            picture = docs / "images" / f"learning_{name}.png"
-            curve.draw_curve(folders, picture, threshold=task.threshold, title=task.env)
-            print(f"curve: {picture}")
+    draw(results, docs)
     page = docs / "learning.md"
-    text = fill_page(page.read_text(encoding="utf-8"), format_table(results))
+    text = fill_page(page.read_text(encoding="utf-8"), results)
     run_directory.write_atomically(str(page), text)
     return results
 

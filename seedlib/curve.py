@@ -55,6 +55,7 @@ def draw_curve(
     sources: Sequence[str | os.PathLike[str] | run_directory.RunDirectory],
     out: str | os.PathLike[str],
     *,
+    names: Sequence[str] | None = None,
     label: str = "train",
     y: str = "return_mean_100",
     x: str = "agent_steps",
@@ -67,6 +68,8 @@ def draw_curve(
     Args:
       sources: run directories, or paths of CSV files.
       out: the picture; written whole, or not at all.
+      names: of the curves; curves of one name have one colour and one entry in the legend. None
+        takes the names of the folders.
       label: which CSV of a run directory, `<label>.csv`.
       y: column of the values.
       x: column of the positions.
@@ -78,12 +81,15 @@ def draw_curve(
       The path of the picture.
 
     Raises:
-      ValueError: where there are no sources, or a CSV lacks a column.
+      ValueError: where there are no sources, not as many names, or a CSV lacks a column.
       FileNotFoundError: where a source does not exist.
     """
     if not sources:
         raise ValueError("a curve needs at least one run")
     paths = [_csv_path(source, label) for source in sources]
+    names = _names(paths) if names is None else names
+    if len(names) != len(paths):
+        raise ValueError(f"{len(names)} names for {len(paths)} curves")
     curves = [read_curve(path, y, x) for path in paths]
 
     # The object interface keeps no global state, so that any thread may draw; `Figure` alone saves
@@ -92,11 +98,21 @@ def draw_curve(
 
     picture = figure.Figure(figsize=(size[0] / _DPI, size[1] / _DPI), dpi=_DPI)
     axes = picture.add_subplot()
-    for name, (positions, values) in zip(_names(paths), curves, strict=True):
+    colours: dict[str, str] = {}
+    for name, (positions, values) in zip(names, curves, strict=True):
         shown = name if len(positions) else f"{name} (no episode yet)"
         # A single point is no line; a mark shows it.
         marker = "o" if len(positions) == 1 else None
-        axes.plot(positions, values, label=shown, marker=marker, linewidth=1.5)
+        known = name in colours
+        colour = colours.setdefault(name, f"C{len(colours)}")
+        axes.plot(
+            positions,
+            values,
+            label="_" if known else shown,  # Matplotlib lists no name that begins so.
+            color=colour,
+            marker=marker,
+            linewidth=1.5,
+        )
     if threshold is not None:
         axes.axhline(threshold, color="grey", linestyle="--", linewidth=1, label=f"{threshold:g}")
     axes.set_xlabel(_describe(x))

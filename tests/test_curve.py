@@ -44,6 +44,19 @@ def test_the_picture_has_the_size_asked_for_and_a_rising_line(tmp_path):
     assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["curve.png"]
 
 
+def test_curves_of_one_name_share_a_colour(tmp_path):
+    runs = [
+        make_run(tmp_path / f"run{k}", [(0, 0.0), (500, 10.0 * k), (1000, 20.0 * k)])
+        for k in (1, 2, 3)
+    ]
+    path = curve.draw_curve(runs, tmp_path / "named.png", names=["seed", "seed", "impala"])
+    image = pixels(path)
+    _, counts = np.unique(image[coloured(image)], axis=0, return_counts=True)
+    assert sum(count > 100 for count in counts) == 2
+    with pytest.raises(ValueError, match="2 names for 3 curves"):
+        curve.draw_curve(runs, tmp_path / "named.png", names=["a", "b"])
+
+
 def test_each_run_is_a_line_of_its_own_colour_and_the_threshold_is_drawn(tmp_path):
     runs = [
         make_run(tmp_path / f"seed{k}", [(0, 0.0), (500, 10.0 * k), (1000, 20.0 * k)])
