@@ -1,1 +1,1 @@
-"""Short complete files to copy from: an environment, a network and a loss of one's own."""
+"""Short complete files to copy from: an environment, a network, a loss and a node of one's own."""

@@ -210,6 +210,30 @@ def test_the_video_shows_the_first_episode(evaluations):
     np.testing.assert_array_equal(shown, first[..., -1])
 
 
+@pytest.mark.parametrize("graph", ["seed", "impala", "inference_pool"])
+def test_a_checkpoint_of_every_graph_can_be_played(graph, tmp_path):
+    with running.started(
+        tmp_path / "run", "--num_steps=2000", module=f"programs.{graph}"
+    ) as trained:
+        assert trained.wait(PATIENCE) == 0, trained.text()
+        # The last one, after all updates; there are so many steps that there was one.
+        updates = trained.summary()["learner_updates"]
+        assert updates > 0
+        assert trained.checkpoints()[-1] == updates
+    before = contents(trained.logdir)
+    stored = tmp_path / "figures.json"
+    output = output_of(command(trained.logdir, "--episodes=5", f"--json={stored}"))
+    assert contents(trained.logdir) == before
+    played, last = printed(output)
+    figures = json.loads(stored.read_text())
+    assert figures["checkpoint"] == updates
+    assert figures["env"] == "catch"
+    assert figures["lengths"] == [9] * 5
+    assert set(figures["returns"]) <= {-1.0, 1.0}
+    assert [played[number][0] for number in range(1, 6)] == figures["returns"]
+    assert last["return_mean"] == pytest.approx(np.mean(figures["returns"]))
+
+
 @pytest.mark.parametrize("channels", [(), (3,)])
 def test_an_mp4_holds_every_image(tmp_path, channels):
     frames = [np.full((20, 30, *channels), shade, np.uint8) for shade in (0, 100, 200)]

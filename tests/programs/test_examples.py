@@ -4,20 +4,28 @@ import ast
 import csv
 import json
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 
+import numpy as np
+import tree
+
+from seedlib import environments, specs
+from seedlib.agents import loading
+from seedlib.components import configs, inference, trajectory_queue
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "programs" / "examples"
 
 
-def command_of(example: str) -> list[str]:
-    """Returns the command line in an example's docstring, for this Python."""
+def command_of(example: str, module: str = "programs.seed") -> list[str]:
+    """Returns the command line in an example's docstring, for this Python; it is `module`'s."""
     text = ast.get_docstring(ast.parse((EXAMPLES / f"{example}.py").read_text()))
     words = shlex.split(text.partition("\n\n")[2])
-    assert words[:3] == ["python", "-m", "programs.seed"]
+    assert words[:3] == ["python", "-m", module]
     return [sys.executable, *words[1:]]
 
 
@@ -70,10 +78,96 @@ def test_the_own_network_is_the_one_that_is_trained():
     import jax
 
     from programs.examples import own_network
-    from seedlib import environments, specs
 
     spec = specs.make_environment_spec(environments.load("catch")(seed=0))
     agent = own_network.make_agent(spec, width=16)
     params = agent.policy_params(agent.init(jax.random.PRNGKey(0)))
     # catch shows a board of 10 x 5, flat.
     assert params["own"]["w"].shape == (50, 16)
+
+
+def check_unrolls(batch: dict[str, np.ndarray]) -> None:
+    """Checks the steps within each unroll of catch."""
+    first, last = (batch["inputs/step_type"] == kind for kind in (0, 2))
+    assert (first[:, 1:] == last[:, :-1]).all()
+    assert (np.diff(batch["info/step_index"]) == 1).all()
+    assert (batch["inputs/environment_id"] == batch["inputs/environment_id"][:, :1]).all()
+    assert not batch["inputs/evaluate"].any()
+    assert (batch["inputs/reward"][~last] == 0).all()
+    assert (np.abs(batch["inputs/reward"][last]) == 1).all()
+    assert (batch["inputs/discount"] == ~last).all()
+    before = np.where(first[:, 1:], 0, batch["action"][:, :-1])
+    assert (batch["inputs/previous_action"][:, 1:] == before).all()
+
+
+def test_a_node_of_ones_own_writes_down_every_batch_once(tmp_path):
+    command = command_of("own_node", "programs.examples.own_node")
+    summary, _ = train(command, tmp_path)
+    check(summary)
+    (logdir,) = tmp_path.glob("runs/*")
+    config = json.loads((logdir / "config.json").read_text())
+    environment_spec = specs.make_environment_spec(environments.load("catch")(seed=0))
+    agent = loading.AgentFactory(config["agent"], environment_spec, config["agent_options"])()
+    expected = {
+        "/".join(map(str, path)): ((agent.batch_size, *leaf.shape), leaf.dtype)
+        for path, leaf in tree.flatten_with_path(inference.unroll_specs(agent, environment_spec))
+    }
+
+    files = {int(path.stem): path for path in sorted((logdir / "unrolls").iterdir())}
+    newest = max(files)
+    assert list(files) == list(range(newest - 19, newest + 1))
+    # What the learner has fetched and not trained on when it ends: those ahead, and one in hand.
+    assert 0 <= newest - summary["learner_updates"] <= configs.LearnerConfig().prefetch + 1
+    ends: dict[int, dict[str, np.ndarray]] = {}
+    for path in files.values():
+        with np.load(path) as file:
+            batch = dict(file)
+        assert {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()} == expected
+        check_unrolls(batch)
+        for row in range(agent.batch_size):
+            unroll = {name: leaf[row] for name, leaf in batch.items()}
+            environment = int(unroll["inputs/environment_id"][0])
+            # Neighbours share a step, so that no transition is lost or there twice.
+            for name, step in ends.get(environment, {}).items():
+                np.testing.assert_array_equal(unroll[name][0], step, f"{path.stem}: {name}")
+            ends[environment] = {name: leaf[-1] for name, leaf in unroll.items()}
+    assert set(ends) <= set(range(config["num_actors"] * config["envs_per_actor"]))
+    assert len(ends) >= config["envs_per_actor"]  # An actor's environments step together.
+
+
+def test_the_node_of_ones_own_hands_on_what_it_reads_and_goes_on_with_its_numbers(tmp_path):
+    from programs.examples import own_node
+
+    environment_spec = specs.make_environment_spec(environments.load("catch")(seed=0))
+    agent = loading.AgentFactory("vtrace", environment_spec, {"batch_size": 2})()
+    unroll_spec = inference.unroll_specs(agent, environment_spec)
+    config = configs.TrajectoryQueueConfig()
+    queue = trajectory_queue.TrajectoryQueue(
+        trajectory_queue.layout(unroll_spec, agent.batch_size, config), config
+    )
+    writer = queue.writer()
+    for numbers in ([1, 2], [3, 4, 5]):  # A run, and one that goes on with it.
+        reader = own_node.LoggingReader(queue.reader(), tmp_path, keep=3)
+        for number in numbers:
+            sent = specs.zeros(unroll_spec, (agent.batch_size,))
+            sent.inputs.reward[:] = number
+            writer.insert(sent)
+            received = next(reader).unrolls
+            tree.map_structure(np.testing.assert_array_equal, received, sent)
+            with np.load(tmp_path / f"{number:09d}.npz") as file:
+                assert (file["inputs/reward"] == number).all()
+        reader.close()
+        assert next(reader, None) is None
+    queue.stop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{n:09d}.npz" for n in (3, 4, 5)]
+
+
+def test_the_documentation_shows_the_node_as_it_is():
+    text = (ROOT / "docs/compose_your_own.md").read_text(encoding="utf-8")
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", text.partition("\n## A node\n")[2], re.M | re.S
+    )
+    source = (EXAMPLES / "own_node.py").read_text(encoding="utf-8")
+    _, *classes = block.split("\n\n\n")
+    assert len(classes) == 2
+    assert [part for part in classes if part.strip() not in source] == []
