@@ -117,7 +117,7 @@ class _Plain:
                 [sys.executable, "-m", "benchmarks.plain", *flags],
                 stdout=file,
                 stderr=errors,
-                env={**os.environ, "XLA_FLAGS": configs.XLA_CPU_FLAGS, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "XLA_FLAGS": configs.xla_flags(), "OMP_NUM_THREADS": "1"},
             )
         self._tree = psutil.Process(self._process.pid)
 

@@ -288,21 +288,10 @@ def read_run(directory: run_directory.RunDirectory) -> dict[str, Any]:
     return config
 
 
-def _options(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings as they were before they were stored as JSON; see `RunDirectory.prepare`."""
-
-    def value(item: Any) -> Any:
-        if isinstance(item, list):
-            return tuple(item)
-        return float(item) if item in ("inf", "-inf", "nan") else item
-
-    return {name: value(item) for name, item in stored.items()}
-
-
 def _environment(config: Mapping[str, Any]) -> environments.EnvironmentFactory:
     """Returns the environment to play: that of the flags, else the run's."""
     name = FLAGS.env or config["env"]
-    options = _options(config["env_options"]) if name == config["env"] else {}
+    options = experiment.from_json(config["env_options"]) if name == config["env"] else {}
     return environments.load(name, **{**options, **loading.parse_options(FLAGS.env_option)})
 
 
@@ -405,7 +394,9 @@ def evaluate() -> None:
     spec = experiment.look_at(environment)
     if video:
         _check_video(video, spec, environment.name)
-    factory = loading.AgentFactory(config["agent"], spec, _options(config["agent_options"]))
+    factory = loading.AgentFactory(
+        config["agent"], spec, experiment.from_json(config["agent_options"])
+    )
     factory.check()
 
     from seedlib.components import devices
@@ -505,7 +496,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     # As in the processes of a run; both are read when JAX is loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["XLA_FLAGS"] = f"{configs.XLA_CPU_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+    os.environ["XLA_FLAGS"] = configs.xla_flags()
     if len(arguments) > 1:
         experiment.complain(f"unknown argument {arguments[1]!r}")
     try:

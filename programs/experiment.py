@@ -45,6 +45,7 @@ flags.DEFINE_integer(
     "Groups of an actor's environments; one steps while the others wait for their actions.",
     1,
 )
+flags.DEFINE_integer("spare_actors", 1, "Actors that may join the run by hand (programs.join).", 0)
 flags.DEFINE_integer("num_evaluators", 0, "Evaluator processes, with greedy actions.", 0)
 flags.DEFINE_integer("evaluation_episodes", 10, "Episodes in a round of evaluation.", 1)
 flags.DEFINE_float("evaluation_period", 30.0, "Seconds from one round to the next.", 0.0)
@@ -80,6 +81,10 @@ flags.DEFINE_integer(
 )
 
 
+# Of an experiment's fields, those that are no settings or have other names in its configuration.
+_NOT_IN_CONFIG = ("environment", "agent", "directory", "threshold", "run_token")
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """A run's parts: what is the same in every graph.
@@ -92,6 +97,7 @@ class Experiment:
       num_actors: actor processes.
       envs_per_actor: environments in each.
       pipeline: groups that each actor's environments step in; see `ActorConfig`.
+      spare_actors: actors that may join a run by hand; central inference has room for them.
       num_evaluators: evaluator processes.
       evaluation_episodes: see `EvaluatorConfig`.
       evaluation_period: see `EvaluatorConfig`.
@@ -119,6 +125,7 @@ class Experiment:
     envs_per_actor: int
     num_steps: int
     pipeline: int = 1
+    spare_actors: int = 1
     num_evaluators: int = 0
     evaluation_episodes: int = 10
     evaluation_period: float = 30.0
@@ -139,7 +146,7 @@ class Experiment:
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("environment", "agent", "directory", "threshold", "run_token")
+            if field.name not in _NOT_IN_CONFIG
         }
         return {
             **fields,
@@ -191,8 +198,9 @@ class Experiment:
           ValueError: the batch that it shall wait for is larger than it ever gets, or one that is
             too small for an actor.
         """
+        spare_actors = self.spare_actors if actors is None else 0
         actors = self.num_actors if actors is None else actors
-        environments_served = actors * self.envs_per_actor + self.num_evaluators
+        environments_served = (actors + spare_actors) * self.envs_per_actor + self.num_evaluators
         group = -(-self.envs_per_actor // self.pipeline)
         sizes = batcher.padded_sizes(group, actors * self.pipeline)
         if self.inference_batch_sizes is not None:
@@ -241,10 +249,12 @@ class Experiment:
 
     def evaluator(self, inference: nodes.Node, index: int) -> nodes.Evaluator:
         """Returns the node of evaluator `index`: one environment, greedy actions."""
+        # Behind those of actors that may join.
+        first = (self.num_actors + self.spare_actors) * self.envs_per_actor
         return nodes.Evaluator(
             self.environment,
             inference,
-            [self.num_actors * self.envs_per_actor + index],
+            [first + index],
             self.directory,
             evaluator_lib.EvaluatorConfig(
                 episodes=self.evaluation_episodes,
@@ -300,6 +310,7 @@ def from_flags(program: str) -> Experiment:
         num_actors=choose(FLAGS.num_actors, preset.num_actors),
         envs_per_actor=envs_per_actor,
         pipeline=FLAGS.pipeline,
+        spare_actors=FLAGS.spare_actors,
         num_steps=choose(FLAGS.num_steps, preset.num_steps),
         num_evaluators=FLAGS.num_evaluators,
         evaluation_episodes=FLAGS.evaluation_episodes,
@@ -315,6 +326,43 @@ def from_flags(program: str) -> Experiment:
         max_restarts=FLAGS.max_restarts,
         threshold=preset.threshold,
     )
+
+
+def from_config(
+    config: Mapping[str, Any], directory: run_directory.RunDirectory, run_token: str
+) -> Experiment:
+    """Returns the experiment of a run; makes one environment to look at its spec.
+
+    Args:
+      config: what `Experiment.config` returned, from a JSON file.
+      directory: the run's.
+      run_token: the run's.
+
+    Raises:
+      ValueError: the environment is not to be had here; one line for the user.
+    """
+    names = {field.name for field in dataclasses.fields(Experiment)}.difference(_NOT_IN_CONFIG)
+    environment = environments.load(config["env"], **from_json(config["env_options"]))
+    return Experiment(
+        environment=environment,
+        agent=loading.AgentFactory(
+            config["agent"], look_at(environment), from_json(config["agent_options"])
+        ),
+        directory=directory,
+        run_token=run_token,
+        **{name: value for name, value in from_json(config).items() if name in names},
+    )
+
+
+def from_json(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings as they were before they were stored as JSON; see `RunDirectory.prepare`."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, list):
+            return tuple(item)
+        return float(item) if item in ("inf", "-inf", "nan") else item
+
+    return {name: value(item) for name, item in stored.items()}
 
 
 def _integers(name: str, words: Sequence[str] | None) -> list[int] | None:
@@ -375,6 +423,7 @@ _MAY_DIFFER = (
     "checkpoint_period",
     "environment_timeout",
     "max_restarts",
+    "spare_actors",
     "num_evaluators",
     "evaluation_episodes",
     "evaluation_period",
@@ -417,6 +466,7 @@ def launch(
         if not goes_on:
             claims.enter_context(directory.claim())
         directory.clear_failures()
+        directory.remove_running()  # Of a run that was killed.
         printer.message(f"{'Resuming' if resumed else 'Starting'} in {directory.path}")
         before = directory.read_progress() or {}
         old_summary = _version(directory.file("summary.json"))
@@ -500,22 +550,34 @@ def _run(
         ),
     }
     if launch_type == "local_mp":
-        return launching.ProcessProgram(
+        directory = experiment.directory
+        processes = launching.ProcessProgram(
             program,
-            experiment.directory.file("logs"),
-            resources=_resources(program),
+            directory.file("logs"),
+            resources=resources(program),
             policies=policies,
-        ).run(tick)
+        )
+        directory.write_running(
+            {
+                "config": experiment.config(),
+                "run_token": experiment.run_token,
+                "addresses": processes.addresses,
+            }
+        )
+        return processes.run(tick, ending=directory.remove_running)
     return launching.run_threads(program, launch_type, tick, policies)
 
 
-def _resources(program: lp.Program) -> Mapping[str, lp_processes.PythonProcess]:
+def resources(program: lp.Program) -> Mapping[str, lp_processes.PythonProcess]:
     """Returns the processes' surroundings: actors leave accelerators and other cores alone."""
     # One thread of XLA for each of learner and inference: on a CPU a pool of threads for every
     # matrix product, or for operations that do not wait for each other, costs more than it gains,
-    # and fights the actors for cores. The user's own flags come last, and count.
-    xla = f"{configs.XLA_CPU_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla}
+    # and fights the actors for cores.
+    quiet = {
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": configs.xla_flags(),
+    }
     acting = {
         **quiet,
         "CUDA_VISIBLE_DEVICES": "",

@@ -18,12 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import launchpad as lp
 from absl import flags, logging
 from absl.testing import flagsaver
+from launchpad import address as lp_address
 from launchpad import context as lp_context
 from launchpad.launch import serialization, worker_manager
 from launchpad.nodes.python import local_multi_processing as lp_processes
@@ -87,6 +88,21 @@ class RestartPolicy:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ValueError(f"{field} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Joining:
+    """How one process joins those of a program that another launcher looks after.
+
+    Attributes:
+      group: the process's; it is the last one of its group.
+      addresses: where the nodes of other groups serve: the other's `ProcessProgram.addresses`.
+      restarts: how often the same process was started before; see `nodes.RESTARTS_VARIABLE`.
+    """
+
+    group: str
+    addresses: Mapping[str, Sequence[str]]
+    restarts: int = 0
 
 
 @dataclasses.dataclass
@@ -170,7 +186,11 @@ class _Flag:
 
 
 class ProcessProgram:
-    """A program running as processes. Made and driven by the main thread of one process."""
+    """A program running as processes. Made and driven by the main thread of one process.
+
+    Attributes:
+      addresses: where each group's nodes serve, in their order.
+    """
 
     def __init__(
         self,
@@ -179,6 +199,7 @@ class ProcessProgram:
         resources: Mapping[str, lp_processes.PythonProcess] | None = None,
         policies: Mapping[str, RestartPolicy] | None = None,
         grace: float = 30.0,
+        joining: Joining | None = None,
     ) -> None:
         """Prepares every process; `run` starts them.
 
@@ -188,6 +209,10 @@ class ProcessProgram:
           resources: launch configuration by group.
           policies: restart policy by group; none means that a failure ends the program.
           grace: seconds that processes have to end once they are told to.
+          joining: starts one process only, which joins those of another launcher.
+
+        Raises:
+          ValueError: the other launcher's program has other nodes.
         """
         self._stopping = _Flag()
         self._received: list[int] = []
@@ -195,7 +220,7 @@ class ProcessProgram:
         directory = pathlib.Path(log_directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._workers = []
-        for label, title, command in _commands(program, resources or {}, grace):
+        for label, title, command in _commands(program, resources or {}, grace, joining):
             policy = (policies or {}).get(label, RestartPolicy())
             self._workers.append(
                 _Worker(
@@ -205,8 +230,13 @@ class ProcessProgram:
                     policy=policy,
                     grace=grace if policy.grace is None else policy.grace,
                     log=directory / f"{title}.log",
+                    restarts=0 if joining is None else joining.restarts,
                 )
             )
+        self.addresses = {
+            label: [address.resolve() for address in _addresses(members)]
+            for label, members in program.groups.items()
+        }
 
     def stop(self) -> None:
         """Makes `run` end the program. Any thread or signal handler may call it."""
@@ -221,13 +251,16 @@ class ProcessProgram:
             if worker.process is not None and worker.running
         }
 
-    def run(self, tick: Callable[[], None] = lambda: None) -> int:
+    def run(
+        self, tick: Callable[[], None] = lambda: None, ending: Callable[[], None] = lambda: None
+    ) -> int:
         """Starts all processes and returns when all are gone.
 
         SIGTERM, SIGHUP and Ctrl-C end the program; a second Ctrl-C kills it at once.
 
         Args:
           tick: called a few times a second, for a progress line.
+          ending: called once, when the processes have been told to end.
 
         Returns:
           The first signal that asked for the end, or 0.
@@ -247,7 +280,7 @@ class ProcessProgram:
                     if failure is not None or all(worker.finished for worker in self._workers):
                         break
             finally:
-                self._end(tick)
+                self._end(tick, ending)
         if failure is None and not self._killed:
             failure = self._late_failure()
         if failure is not None:
@@ -310,13 +343,14 @@ class ProcessProgram:
                 return worker.failed(process.returncode)
         return None
 
-    def _end(self, tick: Callable[[], None]) -> None:
+    def _end(self, tick: Callable[[], None], ending: Callable[[], None]) -> None:
         """Tells every process to end, waits, and kills what is left."""
         self._stopping.set()
         for worker in self._workers:
             if worker.process is not None and worker.running:
                 worker.process.terminate()
         told = time.monotonic()
+        ending()
         while any(worker.running for worker in self._workers):
             tick()
             time.sleep(_POLL_SECONDS / 2)
@@ -368,6 +402,40 @@ def _prepare(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Elsewhere(lp_address.AbstractAddressBuilder):
+    """The address of a node that another launcher has started."""
+
+    address: str
+
+    def build(self) -> str:
+        return self.address
+
+
+def _addresses(members: Sequence[Any]) -> list[lp_address.Address]:
+    return [address for node in members for address in node.addresses]
+
+
+def _bind_elsewhere(program: lp.Program, joining: Joining) -> None:
+    """Gives the nodes of other groups the addresses that they have.
+
+    Raises:
+      ValueError: there are not as many, so it is another program.
+    """
+    for label, members in program.groups.items():
+        addresses = _addresses(members)
+        if label == joining.group:
+            continue
+        known = joining.addresses.get(label, ())
+        if len(known) != len(addresses):
+            raise ValueError(
+                f"the program to join has {len(known)} addresses in its group {label!r}, this one "
+                f"{len(addresses)}"
+            )
+        for address, text in zip(addresses, known, strict=True):
+            address.bind(_Elsewhere(text))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Function:
     """What Launchpad looks at of a node when it writes a process's command."""
 
@@ -387,9 +455,15 @@ def _disarm(function: Callable[[], Any]) -> Any:
 
 
 def _commands(
-    program: lp.Program, resources: Mapping[str, lp_processes.PythonProcess], grace: float
+    program: lp.Program,
+    resources: Mapping[str, lp_processes.PythonProcess],
+    grace: float,
+    joining: Joining | None,
 ) -> list[tuple[str, str, Any]]:
-    """Returns `(group, title, command)` of each process, as Launchpad's own launcher makes them."""
+    """Returns `(group, title, command)` of each process, as Launchpad's own launcher makes them.
+
+    Where one joins another launcher's, that one's alone.
+    """
     plain = {label: lp_processes.PythonProcess() for label in program.groups}
     _prepare(
         program,
@@ -397,6 +471,8 @@ def _commands(
         functools.partial(_ask_to_stop, os.getpid()),
         {**plain, **resources},
     )
+    if joining is not None:
+        _bind_elsewhere(program, joining)
     commands = []
     for label, members in program.groups.items():
         functions = [_Function(functools.partial(_disarm, node.function)) for node in members]
@@ -405,6 +481,8 @@ def _commands(
             # the launcher gone, its own limit is what counts.
             command.command_as_list.append(f"--lp_termination_notice_secs={int(grace) + 1}")
             commands.append((label, command.title.replace("/", "-"), command))
+    if joining is not None:
+        return [command for command in commands if command[0] == joining.group][-1:]
     return commands
 
 

@@ -6,6 +6,7 @@ that an earlier run left is overwritten or deleted.
     config.json            everything needed to repeat the run
     config.resumed-N.json  the same, where run N went on with a value that may differ
     progress.json          the newest figures, for a live line
+    running.json           how to join the run, for its user alone; only while it is going on
     summary.json           the last figures
     failures/              one traceback per failed node
     tensorboard/           see `seedlib.metrics`, which also writes one CSV per label
@@ -24,7 +25,7 @@ import threading
 import time
 import traceback
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ import numpy as np
 _CONFIG = "config.json"
 _SUMMARY = "summary.json"
 _PROGRESS = "progress.json"
+_RUNNING = "running.json"
 _FAILURES = "failures"
 _LOCK = ".lock"
 
@@ -43,6 +45,10 @@ _ABSENT = object()
 
 class RunDirectoryError(Exception):
     """The directory cannot be used for this run; the message is one line for the user."""
+
+
+class _NotThere(RunDirectoryError):
+    """A file does not exist."""
 
 
 class ConfigurationMismatch(RunDirectoryError):
@@ -134,17 +140,68 @@ class RunDirectory:
         Raises:
           RunDirectoryError: where another run is using the directory.
         """
-        descriptor = os.open(self.file(_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _lock(self.file(_LOCK))
+        if descriptor is None:
+            raise RunDirectoryError(f"logdir {self.path}: another run is using it at this moment")
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunDirectoryError(
-                    f"logdir {self.path}: another run is using it at this moment"
-                ) from None
             yield
         finally:
             os.close(descriptor)
+
+    @contextlib.contextmanager
+    def claim_actor(self, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """Keeps the first free one of some actors for this process while the context lasts.
+
+        Args:
+          indices: the actors that may join the run.
+
+        Yields:
+          The actor's index, and how often it was claimed before.
+
+        Raises:
+          RunDirectoryError: where others have all of them.
+        """
+        taken = []
+        for index in indices:
+            descriptor = _lock(self.file(f".actor-{index}"))
+            if descriptor is None:
+                taken.append(str(index))
+                continue
+            try:
+                before = int(os.pread(descriptor, 20, 0) or 0)
+                os.pwrite(descriptor, str(before + 1).encode(), 0)
+                yield index, before
+            finally:
+                os.close(descriptor)
+            return
+        raise RunDirectoryError(
+            f"logdir {self.path}: no place is free; others have joined as actor {', '.join(taken)}"
+        )
+
+    def write_running(self, running: Mapping[str, Any]) -> None:
+        """Writes `running.json`, whole: how to join the run, which has claimed the directory.
+
+        Nobody but the user can read it, since it holds what keeps others out of the run.
+
+        Raises:
+          TypeError: where a value cannot be stored, naming the field.
+        """
+        text = _dump(to_json(running, "running", non_finite=repr))
+        write_atomically(self.file(_RUNNING), text, mode=0o600)
+
+    def remove_running(self) -> None:
+        """Removes `running.json`, where there is one; for who has claimed the directory."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.file(_RUNNING))
+
+    def read_running(self) -> dict[str, Any] | None:
+        """Returns `running.json`, or None where no run is going on; one may have been killed.
+
+        Raises:
+          RunDirectoryError: where it is another user's.
+        """
+        running = self._read_if_there(_RUNNING)
+        return running if running is not None and _locked(self.file(_LOCK)) else None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`, whole. Numbers that are not finite become null.
@@ -246,7 +303,10 @@ class RunDirectory:
 
     def _read_if_there(self, name: str) -> dict[str, Any] | None:
         """Returns a JSON object, or None where the file does not exist."""
-        return _read_object(self.file(name)) if os.path.exists(self.file(name)) else None
+        try:
+            return _read_object(self.file(name))
+        except _NotThere:
+            return None
 
 
 def to_json(
@@ -319,15 +379,16 @@ def first_difference(
     return None if same else (name, theirs, ours)
 
 
-def write_atomically(path: str, text: str, durable: bool = False) -> None:
+def write_atomically(path: str, text: str, durable: bool = False, mode: int = 0o666) -> None:
     """Writes a text file so that a reader sees the old contents or the new, never a part.
 
     Args:
       path: the file.
       text: its contents, stored as UTF-8.
       durable: whether to wait until the contents are on the disk.
+      mode: who may read and write it, as far as the user's mask allows.
     """
-    temporary = _write_temporary(path, text, durable)
+    temporary = _write_temporary(path, text, durable, mode)
     try:
         os.replace(temporary, path)
     except BaseException:
@@ -345,11 +406,15 @@ def _create_atomically(path: str, text: str) -> None:
         os.unlink(temporary)
 
 
-def _write_temporary(path: str, text: str, durable: bool) -> str:
+def _write_temporary(path: str, text: str, durable: bool, mode: int = 0o666) -> str:
     """Writes `text` to a hidden file beside `path` that no other thread uses; returns its path."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
+    with open(temporary, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)
         if durable:
             file.flush()
@@ -357,12 +422,41 @@ def _write_temporary(path: str, text: str, durable: bool) -> str:
     return temporary
 
 
+def _lock(path: str) -> int | None:
+    """Locks a file, made where it is missing; returns what to close, or None where others do."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _locked(path: str) -> bool:
+    """Returns whether somebody has locked a file; does not keep anybody from locking it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared, so that those who ask at the same time do not take each other for a run.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _read_object(path: str) -> dict[str, Any]:
     """Returns the JSON object in a file; raises RunDirectoryError where there is none."""
     try:
         value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RunDirectoryError(f"{path}: does not exist") from None
+        raise _NotThere(f"{path}: does not exist") from None
+    except PermissionError:
+        raise RunDirectoryError(f"{path}: may not be read") from None
     except ValueError as error:
         raise RunDirectoryError(f"{path}: is not JSON: {error}") from None
     if not isinstance(value, dict):

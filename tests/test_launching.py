@@ -11,6 +11,7 @@ import time
 import launchpad as lp
 import psutil
 import pytest
+from launchpad import address as lp_address
 
 from seedlib import launching, nodes
 
@@ -200,6 +201,55 @@ def test_a_failure_while_the_program_ends_is_a_failure(tmp_path):
     )
     with pytest.raises(launching.ProgramFailed, match="last-0 exited with code 1"):
         program.run()
+
+
+def tell(folder, address):
+    note(folder, os.environ[nodes.PROCESS_VARIABLE], address.resolve())
+    note(folder, "restarts", os.environ[nodes.RESTARTS_VARIABLE])
+
+
+def clients_of_servers(folder, servers, clients):
+    """Returns a program in which each client tells where the last server is."""
+    program = lp.Program("test")
+    with program.group("server"):
+        for _ in range(servers):
+            server = lp.PyNode(lp.wait_for_stop)
+            address = lp_address.Address("server")
+            address.assign(server)
+            program.add_node(server)
+    with program.group("client"):
+        for _ in range(clients):
+            program.add_node(lp.PyNode(tell, folder, address))
+    return program
+
+
+def test_one_process_joins_those_of_another_launcher(tmp_path):
+    first = processes(tmp_path, clients_of_servers(tmp_path, servers=2, clients=1))
+    assert len(set(first.addresses["server"])) == 2
+    assert first.addresses["client"] == []
+    joining = launching.Joining("client", first.addresses, restarts=3)
+    second = processes(tmp_path, clients_of_servers(tmp_path, 2, clients=3), joining=joining)
+    assert second.addresses == first.addresses
+    assert second.run() == 0
+    assert lines(tmp_path, "client-2") == [first.addresses["server"][-1]]
+    assert lines(tmp_path, "restarts") == ["3"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["client-2.log"]
+
+
+def test_a_process_does_not_join_another_program(tmp_path):
+    joining = launching.Joining("client", {"server": ["localhost:1"]})
+    with pytest.raises(ValueError, match="1 addresses in its group 'server', this one 2"):
+        processes(tmp_path, clients_of_servers(tmp_path, 2, 1), joining=joining)
+
+
+def test_the_end_is_told_once(tmp_path):
+    program = processes(
+        tmp_path, make(waiter=(wait, tmp_path), ender=(stop_when, tmp_path, "waiting", 1))
+    )
+    told = []
+    program.run(ending=lambda: told.append(len(told)))
+    assert told == [0]
+    assert lines(tmp_path, "waiting-ended")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -23,7 +23,6 @@ import sys
 
 import pytest
 
-from benchmarks import learning
 from programs import experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -234,7 +233,9 @@ def test_flags_that_are_named_exist():
         *("logdir",),  # Of TensorBoard too.
         *("num_inference_servers",),  # Of programs.inference_pool.
         *("episodes", "sampled", "checkpoint", "video"),  # Of programs.evaluate.
+        "index",  # Of programs.join.
         *("quick", "json", "soak", "deep", "flag", "minutes", "only", "FLAG"),  # Of the benchmarks.
+        *("runs", "net"),  # The same.
     }
     for page, text in texts().items():
         for flag in re.findall(r"(?<![\w-])--([a-z]\w+)", text):
@@ -246,33 +247,3 @@ def test_links_lead_somewhere():
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
             if "://" not in link:
                 assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
-
-
-def test_the_learning_table_is_filled_from_finished_runs(tmp_path):
-    # Three rows a run: the threshold of catch is 0.95. The first row that reaches it has two
-    # episodes behind it, which does not count; so seed 0 is there at 900 steps and seed 1 never.
-    rows = {0: [(20, 2, 1.0), (500, 60, 0.99), (900, 100, 0.96)], 1: [(20, 2, -1.0)] * 3}
-    for seed, lines in rows.items():
-        folder = tmp_path / "runs" / "catch" / f"seed-{seed}"
-        folder.mkdir(parents=True)
-        head = "agent_steps,episodes,return_mean_100\n"
-        text = "".join(f"{steps},{count},{mean}\n" for steps, count, mean in lines)
-        (folder / "train.csv").write_text(head + text)
-        figures = {"agent_steps": 1000, "return_mean_100": 0.5, "wall_seconds": 7.4}
-        (folder / "summary.json").write_text(
-            json.dumps({**figures, "steps_per_second": 135.1, "exit_reason": "num_steps"})
-        )
-    unfinished = tmp_path / "runs" / "catch" / "seed-2"
-    unfinished.mkdir()
-    (unfinished / "summary.json").write_text('{"exit_reason": "stopped"}')
-    shutil.copy(ROOT / "docs/learning.md", tmp_path / "learning.md")
-
-    for _ in range(2):  # Filling twice is filling once.
-        learning.report(tmp_path / "runs", tmp_path)
-    page = (tmp_path / "learning.md").read_text()
-    table = page.partition(learning.BEGIN)[2].partition(learning.END)[0].strip().splitlines()
-    assert table[2:] == [
-        "| catch | 0 | 0.95 | 900 | 0.50 | 1,000 | 7 | 135 |",
-        "| catch | 1 | 0.95 | - | 0.50 | 1,000 | 7 | 135 |",
-    ]
-    assert (tmp_path / "images" / "learning_catch.png").exists()

@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import pickle
+import stat
 import subprocess
 import sys
 import threading
@@ -168,6 +169,47 @@ def test_a_directory_in_use_is_refused_and_free_again_when_its_process_is_killed
             other.kill()
     with directory.claim():
         pass
+
+
+def test_how_to_join_a_run_is_the_users_alone_and_there_while_the_run_is(directory):
+    directory.prepare({})
+    assert directory.read_running() is None
+    with directory.claim():
+        assert directory.read_running() is None
+        directory.write_running({"run_token": "secret", "limit": float("inf")})
+        assert stat.S_IMODE(os.stat(directory.file("running.json")).st_mode) == 0o600
+        assert directory.read_running() == {"run_token": "secret", "limit": "inf"}
+        assert directory.read_running() is not None  # To look does not end the claim.
+    # As after the death of the process that held it.
+    assert directory.read_running() is None
+    with directory.claim():
+        directory.remove_running()
+        directory.remove_running()
+        assert directory.read_running() is None
+    assert "running.json" not in os.listdir(directory.path)
+
+
+def test_to_look_for_a_run_keeps_none_out(directory):
+    directory.prepare({})
+    directory.write_running({"run_token": "of one that was killed"})
+    assert directory.read_running() is None
+    with directory.claim():
+        assert directory.read_running() is not None
+
+
+def test_actors_that_join_at_once_are_different_ones(directory):
+    directory.prepare({})
+    with directory.claim_actor([2, 3]) as one, directory.claim_actor([2, 3]) as other:
+        assert (one, other) == ((2, 0), (3, 0))
+        with (
+            pytest.raises(run_directory.RunDirectoryError, match="joined as actor 2, 3"),
+            directory.claim_actor([2, 3]),
+        ):
+            pass
+    # Whoever comes again is told that somebody was there before.
+    for before in range(1, 12):
+        with directory.claim_actor([2, 3]) as again:
+            assert again == (2, before)
 
 
 def test_the_directory_pickles_and_means_the_same_place(directory, tmp_path, monkeypatch):

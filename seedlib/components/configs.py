@@ -4,6 +4,7 @@ Each is checked when it is made, so that what cannot be is refused before anythi
 """
 
 import dataclasses
+import os
 
 XLA_CPU_FLAGS = (
     "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -13,6 +14,11 @@ XLA_CPU_FLAGS = (
 By default parts of a computation that do not wait for each other go to a pool of threads. On a few
 cores, and with networks whose parts take microseconds, handing them over costs more than that.
 """
+
+
+def xla_flags() -> str:
+    """Returns a value of XLA_FLAGS: `XLA_CPU_FLAGS`, and then the user's own, which count."""
+    return f"{XLA_CPU_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
 @dataclasses.dataclass(frozen=True)

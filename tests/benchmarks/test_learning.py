@@ -50,7 +50,8 @@ def test_the_threshold_is_reached_by_a_hundred_episodes_not_by_two_lucky_ones(tm
         (9000, 500, 1),
     ]
     make_run(tmp_path / "runs", "catch", 0, points)
-    (result,) = learning.report(tmp_path / "runs", docs)
+    for _ in range(2):  # Filling twice is filling once.
+        (result,) = learning.report(tmp_path / "runs", docs)
     assert result.threshold_steps == 4000
     page = (docs / "learning.md").read_text()
     assert rows(page) == {("catch", "0"): "| catch | 0 | 0.95 | 4,000 | 1.00 | 9,000 | 10 | 900 |"}
