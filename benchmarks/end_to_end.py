@@ -210,23 +210,11 @@ def _run_figures(
         ),
         "trained": last.since(first, "transitions_trained")
         / max(1.0, last.since(first, "agent_steps")),
-        "lag": _mean_lag(first, last),
+        "lag": last.policy_lag_since(first),
         "batch": last.since(first, "inference_rows") / batches if batches else None,
         "learner_mb": max(megabytes.get("learner", [0.0])),
         "actor_mb": max(megabytes.get("actor", [0.0])),
     }
-
-
-def _mean_lag(first: live_program.Point, last: live_program.Point) -> float | None:
-    """Takes the mean since the start apart: every update has as many steps as any other."""
-    updates = last.since(first, "learner_updates")
-    if not updates:
-        return None
-    sums = [
-        point.figures.get("policy_lag_mean", 0.0) * point.figures["learner_updates"]
-        for point in (first, last)
-    ]
-    return (sums[1] - sums[0]) / updates
 
 
 def _used(start: live_program.Point, end: live_program.Point) -> float:

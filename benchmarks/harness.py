@@ -172,8 +172,7 @@ def main(
     arguments = parser.parse_args()
     runs = arguments.runs or (3 if arguments.size == "full" else 1)
     # As the program's learner process has it. XLA reads this at its first use, not at its import.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{configs.XLA_CPU_FLAGS} {flags}".strip()
+    os.environ["XLA_FLAGS"] = configs.xla_flags()
     watch = _Watch()
     tables = measure(Options(arguments.size, arguments.json, runs, arguments))
     report = {

@@ -9,20 +9,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
 
 PROGRAM = "programs.seed"
-"""The module that is run."""
+"""The module that is run where none is named."""
 
 LAUNCHER = "launcher"
 """The kind of the process that starts the others."""
 
+_LOOPBACK = "lo"
 _POLL_SECONDS = 0.05
 # Imports of all processes and the compiling of a large net, on a slow machine.
 _START_TIMEOUT = 300.0
+_CONDITION_TIMEOUT = 900.0
 _END_TIMEOUT = 60.0
 
 
@@ -32,20 +34,42 @@ class Point(NamedTuple):
     Attributes:
       figures: the row of `train.csv`; cells without a number are left out.
       cpu_seconds: user and system time since the start, by kind of process.
+      loopback_bytes: all that anyone on this machine sent to it so far.
     """
 
     figures: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
+    loopback_bytes: int
 
     def since(self, before: "Point", figure: str) -> float:
         """Returns by how much a figure grew."""
         return self.figures[figure] - before.figures.get(figure, 0.0)
 
+    def cpu_since(self, before: "Point", kind: str) -> float:
+        """Returns the CPU time of one kind of process meanwhile."""
+        return self.cpu_seconds.get(kind, 0.0) - before.cpu_seconds.get(kind, 0.0)
+
+    def policy_lag_since(self, before: "Point") -> float | None:
+        """Returns the mean lag of the updates meanwhile; None without one.
+
+        The figure is a mean since the start, and every update has as many steps as any other.
+        """
+        updates = self.since(before, "learner_updates")
+        if not updates:
+            return None
+        sums = [
+            point.figures.get("policy_lag_mean", 0.0) * point.figures["learner_updates"]
+            for point in (before, self)
+        ]
+        return (sums[1] - sums[0]) / updates
+
 
 class LiveProgram:
     """A running program. See `running`."""
 
-    def __init__(self, flags: Sequence[str], directory: pathlib.Path) -> None:
+    def __init__(
+        self, flags: Sequence[str], directory: pathlib.Path, program: str = PROGRAM
+    ) -> None:
         """Starts it."""
         self._directory = directory
         self._rows = 0
@@ -55,7 +79,7 @@ class LiveProgram:
                 [
                     sys.executable,
                     "-m",
-                    PROGRAM,
+                    program,
                     f"--logdir={directory / 'run'}",
                     # No checkpoint falls into the measured stretch, and the end is told.
                     "--checkpoint_period=86400",
@@ -85,7 +109,8 @@ class LiveProgram:
             if len(rows) > self._rows:
                 self._rows = len(rows)
                 late_at = time.monotonic() + _START_TIMEOUT
-                yield Point(rows[-1], self.cpu_seconds())
+                sent = psutil.net_io_counters(pernic=True)[_LOOPBACK].bytes_sent
+                yield Point(rows[-1], self.cpu_seconds(), sent)
             if self._process.poll() is not None:
                 raise RuntimeError(f"the program ended by itself:\n{self._output_tail()}")
             if time.monotonic() > late_at:
@@ -94,17 +119,31 @@ class LiveProgram:
 
     def wait_for_update(self) -> Point:
         """Returns the first point after the learner's first update."""
-        for point in self.points():
-            if point.figures.get("learner_updates", 0) >= 1:
-                return point
-        raise AssertionError("unreachable")
+        return self.wait_for(lambda figures: figures.get("learner_updates", 0) >= 1)
 
-    def wait(self, seconds: float) -> Point:
-        """Returns the first point that is at least `seconds` of the program's time later."""
+    def wait_for(self, condition: Callable[[Mapping[str, float]], bool]) -> Point:
+        """Returns the first point whose figures are as they shall be.
+
+        Raises:
+          TimeoutError: they did not become so for long.
+        """
+        for point in self.points(_CONDITION_TIMEOUT):
+            if condition(point.figures):
+                return point
+        raise TimeoutError(f"no such figures within {_CONDITION_TIMEOUT:.0f} s")
+
+    def wait(self, seconds: float, updates: int = 0) -> Point:
+        """Returns a later point.
+
+        Args:
+          seconds: of the program's time that shall have passed.
+          updates: of the learner that shall have been made meanwhile.
+        """
         first: Point | None = None
         for point in self.points():
             first = first or point
-            if point.since(first, "wall_seconds") >= seconds:
+            passed = point.since(first, "wall_seconds") >= seconds
+            if passed and point.since(first, "learner_updates") >= updates:
                 return point
         raise AssertionError("unreachable")
 
@@ -153,13 +192,21 @@ class LiveProgram:
                     used[kind] = used.get(kind, 0.0) + sum(t.user + t.system for t in times)
         return used
 
-    def megabytes(self) -> dict[str, list[float]]:
-        """Returns the resident memory of each process by kind."""
+    def megabytes(self, proportional: bool = False) -> dict[str, list[float]]:
+        """Returns the memory of each process by kind.
+
+        Args:
+          proportional: whether a page counts for each process only as its share among all that
+            have it (PSS), so that processes can be added up; else all resident pages count (RSS).
+        """
         found: dict[str, list[float]] = {}
         for kind, workers in self.processes().items():
             for worker in workers:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    found.setdefault(kind, []).append(worker.memory_info().rss / 1e6)
+                    used = (
+                        worker.memory_full_info().pss if proportional else worker.memory_info().rss
+                    )
+                    found.setdefault(kind, []).append(used / 1e6)
         return found
 
     def pause(self) -> None:
@@ -202,15 +249,16 @@ def go_on(process: psutil.Process) -> None:
 
 
 @contextlib.contextmanager
-def running(*flags: str) -> Iterator[LiveProgram]:
+def running(*flags: str, program: str = PROGRAM) -> Iterator[LiveProgram]:
     """Runs a program in a folder that is removed afterwards.
 
     Args:
       *flags: of the program.
+      program: its module.
     """
     with tempfile.TemporaryDirectory(prefix="seedlib-benchmark-") as folder:
-        program = LiveProgram(flags, pathlib.Path(os.path.realpath(folder)))
+        live = LiveProgram(flags, pathlib.Path(os.path.realpath(folder)), program)
         try:
-            yield program
+            yield live
         finally:
-            program.stop()
+            live.stop()

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "benchmarks.learner",
     "benchmarks.inference",
     "benchmarks.end_to_end",
+    "benchmarks.graphs",
     "benchmarks.beside_plain",
     "benchmarks.actor_memory",
 )

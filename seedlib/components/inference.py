@@ -79,6 +79,9 @@ class InferenceStatistics:
       device_seconds: collector waiting for the device.
       assemble_seconds: assembling unrolls, counting episodes.
       insert_seconds: giving unrolls to the sink, waiting for room included.
+      network_bytes_observations: time steps from other processes, and the actions sent back.
+      network_bytes_parameters: parameters from a learner in another process.
+      network_bytes_unrolls: unrolls given to a table in another process, before its compression.
     """
 
     batches: int = 0
@@ -95,6 +98,9 @@ class InferenceStatistics:
     device_seconds: float = 0.0
     assemble_seconds: float = 0.0
     insert_seconds: float = 0.0
+    network_bytes_observations: int = 0
+    network_bytes_parameters: int = 0
+    network_bytes_unrolls: int = 0
 
 
 def policy_step_specs(
@@ -176,6 +182,7 @@ class InferenceServer:
         self._sessions: dict[int, _Session] = {}
         self._incarnations: dict[int, int] = {}
         self._fenced = 0
+        self._network: list[Callable[[], int]] = []
         self._stopped = False
         self._ready = threading.Event()
         self._threads = threads.ThreadGroup("inference")
@@ -288,6 +295,10 @@ class InferenceServer:
         with self._lock:
             self._forget(session, service.Unavailable("the session is closed"))
 
+    def watch_network(self, network_bytes: Callable[[], int]) -> None:
+        """Includes what a server of this service passes over the network. See `NetworkWatcher`."""
+        self._network.append(network_bytes)
+
     def statistics(self) -> InferenceStatistics:
         """Returns a copy of what was counted so far."""
         total = InferenceStatistics(fenced_sessions=self._fenced)
@@ -300,6 +311,9 @@ class InferenceServer:
                     getattr(total, field.name) + getattr(lane.statistics, field.name),
                 )
         total.sessions = len(set(self._sessions.values()))
+        total.network_bytes_observations = sum(count() for count in self._network)
+        # A sink that never leaves its process does not count.
+        total.network_bytes_unrolls = getattr(self._sink, "network_bytes", 0)
         return total
 
     def _abandon(self) -> None:

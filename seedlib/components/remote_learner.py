@@ -70,8 +70,16 @@ class RemoteLearner:
         self._client.count(agent_steps, columns)
 
     def watch(self, statistics: Callable[[], inference.InferenceStatistics]) -> None:
-        """Sends an inference server's statistics along, for the run's figures."""
-        self._client.watch(lambda: dataclasses.asdict(statistics()))
+        """Sends an inference server's statistics along, for the run's figures.
+
+        To them it adds the bytes of parameters that came from the learner.
+        """
+        self._client.watch(
+            lambda: {
+                **dataclasses.asdict(statistics()),
+                "network_bytes_parameters": self._client.network_bytes,
+            }
+        )
 
     def close(self) -> None:
         """Sends the last report and ends the client."""

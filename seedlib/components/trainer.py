@@ -104,7 +104,7 @@ class Trainer:
                 value = getattr(totals, field.name) + getattr(part, field.name)
                 setattr(totals, field.name, value)
         stages = {
-            f"inference_{field.name}": getattr(totals, field.name)
+            _figure_of(field.name): getattr(totals, field.name)
             for field in dataclasses.fields(totals)
             if field.name != "agent_steps"
         }
@@ -206,3 +206,8 @@ class Trainer:
         finally:
             self._logger.close()
             self._checkpointer.close()
+
+
+def _figure_of(statistic: str) -> str:
+    """Returns the figure's name: what crosses the network belongs to the graph as a whole."""
+    return statistic if statistic.startswith("network_") else f"inference_{statistic}"

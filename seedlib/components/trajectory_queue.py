@@ -113,7 +113,9 @@ class TrajectoryQueue:
         self._table = reverb.Table.queue(_TABLE, queue_layout.items, signature=signature)
         server = reverb.Server([self._table], port=port)
         self._server: reverb.Server | None = server
-        self._client = TrajectoryQueueClient(f"localhost:{server.port}", queue_layout, config)
+        self._client = TrajectoryQueueClient(
+            f"localhost:{server.port}", queue_layout, config, same_process=True
+        )
         logging.info(
             "trajectory queue: at most %d unrolls of %d bytes (%.1f MB)",
             queue_layout.items * queue_layout.unrolls_per_item,
@@ -156,7 +158,11 @@ class TrajectoryQueueClient:
     """Makes writers and readers of a queue, and closes them. Any thread may use it."""
 
     def __init__(
-        self, address: str, queue_layout: QueueLayout, config: configs.TrajectoryQueueConfig
+        self,
+        address: str,
+        queue_layout: QueueLayout,
+        config: configs.TrajectoryQueueConfig,
+        same_process: bool = False,
     ) -> None:
         """Connects to nothing yet.
 
@@ -164,15 +170,17 @@ class TrajectoryQueueClient:
           address: of the queue's server.
           queue_layout: the same as the queue's.
           config: the same as the queue's.
+          same_process: whether the queue's server is in this process.
         """
         self.address = address
+        self._same_process = same_process
         self._layout = queue_layout
         self._config = config
         self._ends: list[UnrollWriter | UnrollReader] = []
 
     def writer(self) -> "UnrollWriter":
         """Returns a new writer."""
-        writer = UnrollWriter(self.address, self._layout, self._config)
+        writer = UnrollWriter(self.address, self._layout, self._config, self._same_process)
         self._ends.append(writer)
         return writer
 
@@ -247,10 +255,18 @@ class _Wait:
 
 
 class UnrollWriter:
-    """Writes unrolls, in the order they come, in blocks. Any thread may use it."""
+    """Writes unrolls, in the order they come, in blocks. Any thread may use it.
+
+    `network_bytes` counts the bytes of unrolls given to Reverb for another process. Reverb
+    compresses them before it sends them, so that fewer may cross the network.
+    """
 
     def __init__(
-        self, address: str, queue_layout: QueueLayout, config: configs.TrajectoryQueueConfig
+        self,
+        address: str,
+        queue_layout: QueueLayout,
+        config: configs.TrajectoryQueueConfig,
+        same_process: bool = False,
     ) -> None:
         """Connects to nothing yet; the first `insert` does, since the server may start later.
 
@@ -258,7 +274,11 @@ class UnrollWriter:
           address: of the queue's server.
           queue_layout: the same as the queue's.
           config: the same as the queue's.
+          same_process: whether the server is in this process, so that nothing leaves it.
         """
+        block_bytes = queue_layout.unroll_bytes * queue_layout.unrolls_per_item
+        self._network_bytes_of_block = 0 if same_process else block_bytes
+        self.network_bytes = 0
         self._layout = queue_layout
         self._address = address
         self._warn = config.warn_seconds
@@ -328,6 +348,7 @@ class UnrollWriter:
         writer = self._writer
         writer.append(columns)
         writer.create_item(_TABLE, 1.0, {name: writer.history[name][-1:] for name in columns})
+        self.network_bytes += self._network_bytes_of_block
         wait = _Wait(
             self._address,
             self._client,

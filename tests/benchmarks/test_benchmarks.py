@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import harness, report, run_all
+from benchmarks import graphs, harness, live_program, report, run_all
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / report.DOCUMENT).read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         check=False,
-        timeout=300,
+        timeout=900,  # Some start several programs; on a busy machine each takes a minute.
         capture_output=True,
         text=True,
     )
@@ -130,6 +130,66 @@ def test_the_slope_of_memory_is_per_minute_and_of_its_second_half_apart():
     # -150 - 101 - 51 + 0 + 51 + 102 + 153 = 4, of (t - 1.5)^2 it is 7.
     assert figures["slope"] == pytest.approx(4 / 7)
     assert soak._slope(series[:1]) is None
+
+
+def make_point(steps, seconds, updates, lag, cpu, observations, loopback):
+    return live_program.Point(
+        figures={
+            "agent_steps": steps,
+            "wall_seconds": seconds,
+            "learner_updates": updates,
+            "policy_lag_mean": lag,
+            "policy_lag_max": 9,
+            "network_bytes_observations": observations,
+            "network_bytes_parameters": 0,
+            "network_bytes_unrolls": 5 * steps,
+        },
+        cpu_seconds=cpu,
+        loopback_bytes=loopback,
+    )
+
+
+def test_figures_of_a_graph_are_of_the_time_between_its_points():
+    first = make_point(1000, 3.0, 10, 2.0, {"learner": 7.0, "actor": 1.0}, 100, 1_000_000)
+    last = make_point(3000, 7.0, 30, 4.0, {"learner": 11.0, "actor": 2.0}, 6100, 1_022_000)
+    figures = graphs._figures(first, last, {"learner": [300.0], "actor": [40.0, 60.0]})
+    assert figures["steps"] == 500
+    # The lags sum up to 10 * 2 before and to 30 * 4 after: 100 more in 20 updates.
+    assert (figures["lag"], figures["lag_max"]) == (5.0, 9)
+    assert (figures["cpu_learner"], figures["cpu_actor"]) == (2.0, 0.5)
+    assert (figures["cpu"], figures["cpu_inference"]) == (2.5, None)
+    assert (figures["bytes_observations"], figures["bytes_parameters"]) == (3, 0)
+    assert (figures["bytes_unrolls"], figures["bytes"], figures["loopback"]) == (5, 8, 11)
+    assert (figures["mb_learner"], figures["mb_actor"], figures["mb"]) == (300, 60, 400)
+    assert figures["mb_inference"] is None
+
+
+def test_ratios_of_a_graph_are_of_each_turn():
+    same = {"cpu": 1.0, "bytes": 0.0, "mb": 1.0}
+    turns = [
+        {"seed": {"steps": seed, **same}, "impala": {"steps": other, **same}}
+        for seed, other in ((100.0, 50.0), (10.0, 20.0), (40.0, 40.0))
+    ]
+    row = graphs._row(turns, "impala")
+    assert row["steps"] == (40, 20, 50)
+    assert row["steps_ratio"] == (1, 0.5, 2)
+    # Without bytes of SEED there is nothing to compare with.
+    assert row["bytes_ratio"] is None
+
+
+def test_a_live_program_of_another_graph_is_watched_like_any():
+    flags = ("--env=catch", "--num_actors=1", "--envs_per_actor=4")
+    with live_program.running(*flags, program="programs.impala") as program:
+        first = program.wait_for(lambda figures: figures.get("network_bytes_unrolls", 0) > 0)
+        steps = first.figures["agent_steps"]
+        last = program.wait_for(lambda figures: figures["agent_steps"] > steps)
+        assert last.loopback_bytes > first.loopback_bytes
+        resident, proportional = program.megabytes(), program.megabytes(proportional=True)
+    assert last.figures["network_bytes_observations"] == 0
+    assert last.figures["network_bytes_parameters"] > 0
+    assert resident.keys() == proportional.keys() == {"launcher", "learner", "actor"}
+    for kind, values in resident.items():
+        assert 0 < sum(proportional[kind]) <= sum(values)
 
 
 def test_run_all_refuses_an_unknown_benchmark_in_one_line():

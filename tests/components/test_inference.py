@@ -18,8 +18,8 @@ from seedlib.agents import agent as agent_lib
 from seedlib.agents import vtrace
 from seedlib.agents.vtrace import config as vtrace_config
 from seedlib.agents.vtrace import networks as vtrace_networks
-from seedlib.components import actor, configs, inference, parameters
-from seedlib.components.transport import client, server, service
+from seedlib.components import actor, configs, inference, parameters, trajectory_queue
+from seedlib.components.transport import client, server, service, wire
 from tests.components import harness
 from tests.components.harness import FIRST, LAST, MID
 
@@ -889,3 +889,32 @@ def test_unrolls_over_the_network_are_those_of_one_process_byte_for_byte(tmp_pat
         for left, right in zip(tree.flatten(ours), tree.flatten(theirs), strict=True):
             assert (left.dtype, left.shape) == (right.dtype, right.shape)
             assert left.tobytes() == right.tobytes()
+
+
+def test_only_what_leaves_the_process_counts_as_bytes_over_the_network():
+    agent = counting()
+    config = configs.TrajectoryQueueConfig(unrolls_per_item=1, capacity=64)
+    layout = trajectory_queue.layout(inference.unroll_specs(agent, NUMBER), 2, config)
+    queue = trajectory_queue.TrajectoryQueue(layout, config)
+    # As another process has it.
+    far = trajectory_queue.TrajectoryQueueClient(queue.address, layout, config)
+    try:
+        with harness.serving(agent, NUMBER, far.writer()) as inference_server:
+            play(inference_server.open(harness.hello(NUMBER, (0, 1))), Walk(2, seed=1), 9)
+            assert inference_server.statistics().network_bytes_observations == 0
+            with (
+                server.PolicyServer(inference_server) as policy_server,
+                client.RemotePolicyService(policy_server.address) as policy,
+            ):
+                play(policy.open(harness.hello(NUMBER, (2, 3, 4))), Walk(3, seed=2), 10)
+            harness.settle(inference_server)
+            statistics = inference_server.statistics()
+    finally:
+        far.close()
+        queue.stop()
+    request, answer = wire.time_step_layout(NUMBER.observations), wire.action_layout(NUMBER.actions)
+    assert statistics.network_bytes_observations == 10 * (request.nbytes(3) + answer.nbytes(3))
+    assert statistics.network_bytes_parameters == 0
+    # Unrolls of four transitions: two of each environment, wherever its session is.
+    assert statistics.unrolls == 5 * 2
+    assert statistics.network_bytes_unrolls == 10 * layout.unroll_bytes

@@ -10,7 +10,13 @@ import pytest
 from seedlib import environments, specs
 from seedlib.agents import loading
 from seedlib.components import episodes, inference, monitor, parameters, remote_learner
-from seedlib.components.transport import learner_client, learner_server, listener, service
+from seedlib.components.transport import (
+    learner_client,
+    learner_server,
+    learner_service,
+    listener,
+    service,
+)
 
 DEVICE = jax.local_devices()[0]
 QUICK = learner_client.LearnerClientConfig(period=0.01, connect_timeout=20.0, run_token="secret")
@@ -123,6 +129,27 @@ def test_steps_episodes_and_statistics_arrive_exactly_once(trainer):
     statistics = trainer.watched[0]()
     assert statistics.rows == 33
     assert statistics.wait_seconds == 1.5
+
+
+def test_bytes_of_parameters_are_counted_once_a_version(trainer):
+    server = serve(trainer)
+    remote = remote_learner.RemoteLearner(server.address, trainer.agent, QUICK)
+    try:
+        remote.watch(lambda: inference.InferenceStatistics(network_bytes_unrolls=2**40 + 1))
+        assert remote.get(DEVICE, timeout=30).version == 0
+        trainer.publish(1)
+        wait_for(lambda: remote.get(DEVICE).version == 1)
+        # Exchanges go on meanwhile, without news.
+        remote.observe(7, None)
+        wait_for(lambda: trainer.monitor.figures()["agent_steps"] == 7)
+    finally:
+        remote.close()
+        server.stop()
+    leaves = jax.tree_util.tree_leaves(trainer.params)
+    statistics = trainer.watched[0]()
+    assert statistics.network_bytes_parameters == 2 * learner_service.layout_of(leaves).nbytes(1)
+    assert statistics.network_bytes_parameters >= 2 * sum(leaf.nbytes for leaf in leaves)
+    assert statistics.network_bytes_unrolls == 2**40 + 1
 
 
 def test_what_is_counted_while_an_exchange_is_under_way_is_not_lost_by_a_close(trainer):

@@ -371,6 +371,21 @@ def test_statistics_of_inference_servers_are_summed(run):
             assert (figures["inference_batches"], figures["inference_rows"]) == (5, 15)
 
 
+def test_bytes_over_the_network_are_figures_of_the_run(run):
+    statistics = inference.InferenceStatistics(
+        network_bytes_observations=2**60 + 1,
+        network_bytes_parameters=2,
+        network_bytes_unrolls=3,
+    )
+    with run.trainer() as one:
+        for _ in range(2):
+            one.watch(lambda: statistics)
+        figures = one.figures()
+    assert figures["network_bytes_observations"] == 2**61 + 2
+    assert figures["network_bytes_parameters"] == 4
+    assert figures["network_bytes_unrolls"] == 6
+
+
 def test_a_run_of_real_parts_in_one_process(tmp_path):
     # Two actors of four games of catch each; every part is the real one.
     make_environment = environments.load("catch")

@@ -416,6 +416,26 @@ def test_a_process_whose_queues_are_stopped_ends_without_complaints():
         assert word not in complaints, complaints
 
 
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_writer_to_another_process_counts_the_bytes_it_gives_to_reverb(make_queue, block):
+    queue = make_queue(4, unrolls_per_item=block)
+    config = configs.TrajectoryQueueConfig(unrolls_per_item=block)
+    client = trajectory_queue.TrajectoryQueueClient(queue.address, queue.layout, config)
+    try:
+        near, far = queue.writer(), client.writer()
+        unrolls = numbered(0, 3)
+        far.insert(unrolls)
+        # Of three unrolls a writer in blocks of two keeps the last one back.
+        each = sum(leaf.nbytes for leaf in tree.flatten(unrolls)) // 3
+        assert far.network_bytes == 3 // block * block * each
+        far.insert(numbered(3, 4))
+        assert far.network_bytes == 4 * each
+        near.insert(numbered(4, 8))
+        assert near.network_bytes == 0
+    finally:
+        client.close()
+
+
 def test_a_writer_may_be_made_before_its_server(make_queue):
     probe = make_queue(2)
     probe.stop()

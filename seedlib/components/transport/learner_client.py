@@ -78,6 +78,7 @@ class LearnerClient:
         self._episodes: dict[str, list[float]] = collections.defaultdict(list)
         self._statistics: Callable[[], Mapping[str, float]] = dict
         self._go_on = True
+        self._network_bytes = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._call: Any = None
@@ -91,6 +92,11 @@ class LearnerClient:
     def go_on(self) -> bool:
         """What the learner said last: whether the run goes on."""
         return self._go_on
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of parameters that came; reports, and what gRPC adds, are left out."""
+        return self._network_bytes
 
     def newest(self, timeout: float | None = None) -> tuple[int, list[np.ndarray]]:
         """Returns the newest version that has come, and its leaves (read-only).
@@ -218,6 +224,7 @@ class LearnerClient:
         version, self._go_on, packed = learner_service.decode_answer(answer)
         if version < 0:
             return True
+        self._network_bytes += len(packed)
         leaves = [leaf[0] for leaf in self._layout.unpack(packed, 1)]
         with self._condition:
             self._newest = version, leaves

@@ -3,7 +3,7 @@
 import hmac
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, Protocol, runtime_checkable
 
 import grpc
 from absl import logging
@@ -11,12 +11,21 @@ from absl import logging
 from seedlib.components.transport import deadlines, messages, options, service, wire
 from seedlib.components.transport.listener import Listener, ServerConfig
 
-__all__ = ["PolicyServer", "ServerConfig"]
+__all__ = ["NetworkWatcher", "PolicyServer", "ServerConfig"]
 
 # Threads beyond those of streams: for health checks, and to refuse streams beyond the limit.
 _SPARE_THREADS = 4
 # How long a stop waits, after its grace, for sessions to return from a step that `close` has woken.
 _STOP_MARGIN = 5.0
+
+
+@runtime_checkable
+class NetworkWatcher(Protocol):
+    """A service whose figures include what its servers pass over the network."""
+
+    def watch_network(self, network_bytes: Callable[[], int]) -> None:
+        """Takes over a counter: bytes of time steps and actions since a server's start."""
+        ...
 
 
 class PolicyServer:
@@ -27,7 +36,7 @@ class PolicyServer:
 
         Args:
           service: opens the sessions. A session's `close` may be called while its `step` blocks in
-            another thread, and must wake it.
+            another thread, and must wake it. A `NetworkWatcher` is given `network_bytes`.
           config: settings; the defaults where None.
         """
         self._service = service
@@ -37,6 +46,7 @@ class PolicyServer:
         self._lock = threading.Lock()
         self._stopping = False
         self._streams: set[_Stream] = set()
+        self._bytes_of_ended_streams = 0
         self._all_ended = threading.Condition(self._lock)
         self._listener = Listener(
             "policy server",
@@ -45,6 +55,8 @@ class PolicyServer:
             self._config.max_streams + _SPARE_THREADS,
             self._config,
         )
+        if isinstance(service, NetworkWatcher):
+            service.watch_network(lambda: self.network_bytes)
 
     def __enter__(self) -> "PolicyServer":
         """Starts, and returns itself."""
@@ -64,6 +76,12 @@ class PolicyServer:
     def port(self) -> int:
         """The port that it listens on; 0 before `start` and for unix sockets."""
         return self._listener.port
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of time steps that came and of actions that were sent, gRPC's own left out."""
+        with self._lock:
+            return self._bytes_of_ended_streams + sum(s.network_bytes for s in self._streams)
 
     def start(self) -> str:
         """Listens.
@@ -128,6 +146,7 @@ class PolicyServer:
             self._slots.release()
             with self._all_ended:
                 self._streams.discard(stream)
+                self._bytes_of_ended_streams += stream.network_bytes
                 self._all_ended.notify_all()
 
     def _answer(
@@ -152,6 +171,7 @@ class PolicyServer:
         logging.info("%s: session opened", stream.name)
         yield messages.encode_answer(request_layout, action_layout, rows)
         for request in requests:
+            stream.network_bytes += len(request)
             if self._stopping:
                 _abort(context, grpc.StatusCode.UNAVAILABLE, "the policy server is stopping")
             try:
@@ -164,6 +184,7 @@ class PolicyServer:
                     raise wire.WireError(f"expected actions of {rows} rows")
             except Exception as error:
                 _abort_with(context, error, stream.name, ended=stream.closed)
+            stream.network_bytes += len(answer)
             yield answer
 
     def _authenticate(self, first: bytes, context: grpc.ServicerContext) -> service.Hello:
@@ -229,6 +250,7 @@ class _Stream:
     def __init__(self, context: grpc.ServicerContext, watch: deadlines.Deadlines):
         self.name = "a stream without a hello"
         self.closed = False
+        self.network_bytes = 0  # Counted by the handler's thread alone.
         self._context = context
         self._session: service.Session | None = None
         self._lock = threading.Lock()

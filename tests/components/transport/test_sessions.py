@@ -137,6 +137,36 @@ def test_closing_frees_the_rows_before_it_returns(direct):
     assert policy_service.sessions[0].closes == 1
 
 
+def test_bytes_of_time_steps_and_actions_are_counted_exactly(direct):
+    request = wire.time_step_layout(fakes.OBSERVATION)
+    answer = wire.action_layout(fakes.ACTION)
+    with fakes.serving(fakes.FakeService(), direct) as (policy_server, remote):
+        sessions = [remote.open(fakes.make_hello(ids)) for ids in ((0, 1), (2, 3, 4))]
+        # Neither a greeting nor its answer is one of them.
+        assert policy_server.network_bytes == 0
+        expected = 0
+        for _ in range(7):
+            for session, rows in zip(sessions, (2, 3), strict=True):
+                session.step(fakes.make_time_steps(rows))
+                expected += request.nbytes(rows) + answer.nbytes(rows)
+                assert policy_server.network_bytes == expected
+        for session in sessions:
+            session.close()
+    # Nor are they forgotten with their streams.
+    assert policy_server.network_bytes == expected > 7 * 5 * (6 + 2)
+
+
+def test_a_watcher_is_given_the_bytes_that_its_server_passes():
+    class Watcher(fakes.FakeService):
+        def watch_network(self, network_bytes):
+            self.network_bytes = network_bytes
+
+    watcher = Watcher()
+    with fakes.serving(watcher) as (policy_server, remote):
+        remote.open(fakes.make_hello()).step(fakes.make_time_steps())
+        assert watcher.network_bytes() == policy_server.network_bytes > 0
+
+
 def test_sessions_of_many_threads_do_not_mix():
     with fakes.serving(fakes.FakeService()) as (_, remote):
 
