@@ -391,6 +391,8 @@ def _queue_layout(agent: AgentFactory, config: configs.TrajectoryQueueConfig) ->
     from seedlib.components import inference, trajectory_queue
 
     made = agent()
+    if made.replay is not None:
+        raise ValueError(f"agent {agent.name} learns from a replay, and this is a queue")
     unroll = inference.unroll_specs(made, agent.environment_spec)
     return trajectory_queue.layout(unroll, made.batch_size, config)
 

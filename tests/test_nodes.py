@@ -15,6 +15,7 @@ from programs import experiment as experiment_lib
 from programs import seed
 from seedlib import environments, launching, nodes, run_directory, specs
 from seedlib.agents import loading
+from seedlib.components import configs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HEAVY = {"jax", "jaxlib", "tensorflow", "reverb", "haiku", "rlax"}
@@ -274,3 +275,10 @@ def test_the_groups_of_a_program_are_its_processes(program):
         "actor": 2,
         "evaluator": 1,
     }
+
+
+def test_a_queue_is_not_taken_for_a_replay():
+    spec = specs.make_environment_spec(environments.load("catch")(seed=0))
+    agent = loading.AgentFactory("seedlib.agents.r2d2:make_agent", spec)
+    with pytest.raises(ValueError, match=r"r2d2:make_agent learns from a replay, and this is a q"):
+        nodes._queue_layout(agent, configs.TrajectoryQueueConfig())
