@@ -176,7 +176,7 @@ def fill_page(text: str, results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result], docs: pathlib.Path) -> None:
-    """Draws a picture of each task, and of each that ran in several graphs one with all of them."""
+    """Draws a picture of each task of SEED, and one of all graphs where others ran it too."""
     for name, task in TASKS.items():
         alike = [result for result in results if result.task == name]
         if alike:

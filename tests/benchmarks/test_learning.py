@@ -88,7 +88,5 @@ def test_graphs_of_one_task_are_in_one_picture(tmp_path, docs):
     assert sorted(path.name for path in (docs / "images").iterdir()) == [
         "learning_catch.png",
         "learning_catch_graphs.png",
-        "learning_catch_impala.png",
-        "learning_catch_inference_pool.png",
     ]
     assert learning.TASKS["catch_impala"].command(0, "runs")[0] == "programs.impala"
