@@ -179,7 +179,7 @@ def draw(results: Sequence[Result], docs: pathlib.Path) -> None:
     """Draws a picture of each task of SEED, and one of all graphs where others ran it too."""
     for name, task in TASKS.items():
         alike = [result for result in results if result.task == name]
-        if alike:
+        if alike and task.program == "seed":
             _draw(
                 alike, docs / "images" / f"learning_{name}.png", [f"seed {r.seed}" for r in alike]
             )
