@@ -85,6 +85,13 @@ def test_a_pool_goes_on_without_one_of_its_servers(tmp_path):
             running.START,
             "the server's restart",
         )
+        # And its actor goes back to it.
+        running.wait_until(
+            lambda: "is back at policy service 0" in run.log("actor-0"),
+            running.START,
+            "the actor's return",
+        )
+        run.wait_for_steps(run.figures()["agent_steps"] + 20_000)
         run.signal(signal.SIGTERM)
         assert run.wait(running.END) == 128 + signal.SIGTERM
         assert run.summary()["exit_reason"] == "stopped"
