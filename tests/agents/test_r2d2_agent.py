@@ -474,6 +474,7 @@ def after_three(vector_spec, make_batch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_every_number_reaches_the_update(after_three, change):
     (params, priorities), (params_2, priorities_2) = after_three(), after_three(**change)
@@ -768,6 +769,7 @@ print("same on", len(jax.devices()), "devices")
 """
 
 
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_how_many_devices_share_the_batch(
     vector_spec, make_batch, tmp_path
 ):

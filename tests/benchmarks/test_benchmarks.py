@@ -40,8 +40,15 @@ def figures_of(report_json: dict) -> list[float]:
     return found
 
 
-# All but the soak, which starts and watches the program as `end_to_end` does.
-@pytest.mark.parametrize("module", run_all.BENCHMARKS)
+# All but the soak, which starts and watches the program as `end_to_end` does. `graphs` does so three
+# times over.
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(module, marks=[pytest.mark.slow] if module.endswith("graphs") else [])
+        for module in run_all.BENCHMARKS
+    ],
+)
 def test_a_benchmark_prints_its_tables_and_its_figures_fit_into_the_documentation(module, tmp_path):
     name = module.rpartition(".")[2]
     target = tmp_path / f"{name}.json"

@@ -61,7 +61,12 @@ def loaded(process: psutil.Process) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("graph", "more"), [("seed", ["--num_evaluators=1"]), ("impala", [])], ids=["seed", "impala"]
+    ("graph", "more"),
+    [
+        pytest.param("seed", ["--num_evaluators=1"], id="seed"),
+        pytest.param("impala", [], id="impala", marks=pytest.mark.slow),
+        pytest.param("inference_pool", [], id="inference_pool", marks=pytest.mark.slow),
+    ],
 )
 def test_an_actor_joins_a_run_whose_steps_it_then_counts_and_leaves_it_as_it_is(
     tmp_path, graph, more

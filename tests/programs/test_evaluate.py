@@ -210,7 +210,14 @@ def test_the_video_shows_the_first_episode(evaluations):
     np.testing.assert_array_equal(shown, first[..., -1])
 
 
-@pytest.mark.parametrize("graph", ["seed", "impala", "inference_pool"])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param("seed", marks=pytest.mark.slow),
+        pytest.param("impala", marks=pytest.mark.slow),
+        "inference_pool",
+    ],
+)
 def test_a_checkpoint_of_every_graph_can_be_played(graph, tmp_path):
     with running.started(
         tmp_path / "run", "--num_steps=2000", module=f"programs.{graph}"
