@@ -40,8 +40,8 @@ def figures_of(report_json: dict) -> list[float]:
     return found
 
 
-# All but the soak, which starts and watches the program as `end_to_end` does. `graphs` does so three
-# times over.
+# All but the soak, which starts and watches the program as `end_to_end` does; `graphs` does so
+# three times over.
 @pytest.mark.parametrize(
     "module",
     [
